@@ -1,0 +1,34 @@
+# make demo    set up, run the demo, print its table, say where the report is
+# make test    set up with test tools, lint, type-check, run all tests
+# make setup   everything: extras and test tools
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.all
+
+.venv/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) --editable .
+	touch $@
+
+.venv/.all: .venv/.core
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: .venv/.core
+	$(BIN)/dynafed compare demo --methods fedavg --vary alpha=0.01,100 --out runs/demo
+
+lint: .venv/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n 2 --cov --cov-report=term
+
+clean:
+	rm -rf .venv runs build dist

@@ -1,0 +1,228 @@
+"""One frozen, typed config for a run. TOML in, TOML out; anything unknown or impossible is refused before round 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from dynafed import data, methods, models
+from dynafed.errors import UserError
+from dynafed.settings import build, nearest, plain, setting
+
+Section = TypeVar("Section")
+
+SECTIONS: Mapping[str, type[Any]] = {**models.SECTIONS, **methods.SECTIONS}
+"""Every section a config may have: one per model family, one per method that has settings of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides a run's result, and how it is to be executed."""
+
+    method: str = setting("fedavg", "a client method and server steps, joined by +")
+    rounds: int = setting(100, "communication rounds", low=1)
+    seed: int = setting(0, "the one number behind every random draw", low=0)
+
+    dataset: str = setting("fmnist-mini", "a name from `dynafed datasets`, or hf:NAME")
+    partition: str = setting("dirichlet-balanced", "who gets which samples", choices=(*data.PARTITIONS, "custom"))
+    alpha: float = setting(0.1, "Dirichlet concentration: the smaller, the more unlike the clients", above=0)
+    classes_per_client: int = setting(2, "for partition = shards", low=1)
+    min_samples: int = setting(1, "no client gets fewer; 0 allows empty clients", low=0)
+    server_samples: int = setting(0, "kept by the server, carved from the training split before partitioning", low=0)
+    validation_samples: int = setting(0, "carved from the training split for choosing settings", low=0)
+    evaluate: str = setting("test", "the split that accuracy is measured on", choices=("test", "validation"))
+    eval_every: int = setting(1, "evaluate every so many rounds, and after the last", low=1)
+    target_accuracy: float = setting(0.0, "report the first round that reaches it (0: none)", low=0, high=1)
+
+    model: str = setting("mlp", "convnet, mlp, resnet8, resnet18, or package.module:factory")
+
+    clients: int = setting(80, "clients in all", low=1)
+    participation: float = setting(0.4, "share of the clients sampled in a round", above=0, high=1)
+    clients_per_round: int = setting(0, "sampled in a round, instead of a share (0: use participation)", low=0)
+    local_epochs: int = setting(1, "passes over a client's data in a round", low=1)
+    local_steps: int = setting(0, "optimiser steps in a round, instead of epochs (0: use local_epochs)", low=0)
+    batch_size: int = setting(32, "samples in a local step", low=1)
+    optimizer: str = setting("adam", "of the clients", choices=("sgd", "momentum", "adam", "adamw"))
+    lr: float = setting(1e-3, "local learning rate in round 1", above=0)
+    momentum: float = setting(0.9, "for optimizer = momentum", low=0, high=1)
+    weight_decay: float = setting(0.0, "of the local optimiser", low=0)
+    schedule: str = setting(
+        "constant",
+        "learning rate over rounds r = 0, 1, ...: lr, lr*decay^r, lr*(1+cos(pi*r/rounds))/2 or lr/(1+decay*r)",
+        choices=("constant", "exponential", "cosine", "inverse"),
+    )
+    lr_decay: float = setting(0.99, "for schedule = exponential or inverse", low=0)
+    client_state: str = setting(
+        "fresh", "whether a client's optimiser starts anew each round", choices=("fresh", "persistent")
+    )
+    weighting: str = setting("uniform", "of the clients in the average", choices=("uniform", "examples"))
+
+    dropout: float = setting(0.0, "chance that a sampled client sends nothing", low=0, high=1)
+    stragglers: float = setting(0.0, "chance that a sampled client is slow", low=0, high=1)
+    straggler_policy: str = setting(
+        "partial",
+        "a slow client sends what it has (a random part of its steps), or nothing",
+        choices=("partial", "drop"),
+    )
+    min_survivors: int = setting(1, "updates that a round needs", low=1)
+    failed_round: str = setting(
+        "repeat", "with fewer updates: sample anew, or keep the model and go on", choices=("repeat", "skip")
+    )
+    max_repeats: int = setting(10, "a round that fails this often is skipped", low=0)
+
+    checkpoint_every: int = setting(10, "rounds between checkpoints", low=1)
+    keep_checkpoints: int = setting(2, "older ones are deleted", low=1)
+    client_memory_mb: int = setting(1024, "clients' states beyond this live on disk", low=0)
+    device: str = setting("cpu", "cpu, cuda, cuda:N or mps")
+    workers: int = setting(0, "processes that train clients; any number gives the same bits (0: one a core)", low=0)
+    threads: int = setting(1, "threads of each worker", low=1)
+    data_dir: str = setting("", "where the datasets are; else the variable DYNAFED_DATA")
+
+    sections: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, source: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+        """Read a preset (by name) or a TOML file, then apply overrides such as `{"alpha": 0.01, "mlp.width": 64}`."""
+        values = _read(str(source)) if source else {}
+        for key, value in (overrides or {}).items():
+            _put(values, key, value)
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Check plain values; methods' and models' sections are nested dicts under their names."""
+        values = dict(values)
+        given = {name: values.pop(name) for name in list(values) if isinstance(values[name], Mapping)}
+        config = build(cls, values)
+        for name in given:
+            if name not in SECTIONS:
+                raise UserError(f"unknown section '{name}': {nearest(name, SECTIONS)}")
+        used = [*methods.split(config.method), models.section_name(config.model)]
+        sections = {
+            name: build(kind, given.get(name, {}), f"{name}.")
+            for name, kind in SECTIONS.items()
+            if name in given or name in used
+        }
+        config = dataclasses.replace(config, sections=sections)
+        data.check_name(config.dataset)
+        models.check_name(config.model)
+        if config.evaluate == "validation" and not config.validation_samples:
+            raise UserError("evaluate = 'validation' needs validation_samples > 0")
+        if config.sampled > config.clients:
+            raise UserError(f"clients_per_round = {config.sampled} is more than clients = {config.clients}")
+        if config.min_survivors > config.sampled:
+            raise UserError(f"min_survivors = {config.min_survivors} is more than the {config.sampled} sampled a round")
+        methods.compose(config)
+        return config
+
+    def replace(self, **changes: Any) -> Config:
+        """A checked copy with some keys changed; dotted keys go in a dict: `replace(**{"mlp.width": 64})`."""
+        values = self.to_dict()
+        for key, value in changes.items():
+            _put(values, key, value)
+        return Config.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole resolved config as plain values."""
+        values = plain(self)
+        del values["sections"]
+        return values | {name: plain(section) for name, section in self.sections.items()}
+
+    def to_toml(self) -> str:
+        """The whole resolved config, enough to run it again."""
+        return tomli_w.dumps(self.to_dict())
+
+    def section(self, name: str, kind: type[Section]) -> Section:
+        """The settings of one method or model family."""
+        section = self.sections.get(name) or kind()
+        assert isinstance(section, kind)
+        return section
+
+    @property
+    def sampled(self) -> int:
+        """Clients sampled in a round."""
+        return self.clients_per_round or max(1, round(self.participation * self.clients))
+
+    def lr_at(self, round: int) -> float:
+        """The local learning rate in `round` (the first is 1)."""
+        done = round - 1
+        factor = {
+            "constant": 1.0,
+            "exponential": self.lr_decay**done,
+            "cosine": (1 + math.cos(math.pi * done / self.rounds)) / 2,
+            "inverse": 1 / (1 + self.lr_decay * done),
+        }
+        return self.lr * factor[self.schedule]
+
+    def data_folder(self) -> Path | None:
+        """Where datasets are looked for, if the user said so."""
+        return data_folder(self.data_dir)
+
+
+def data_folder(given: str = "") -> Path | None:
+    """The folder given, else the one that DYNAFED_DATA names."""
+    folder = given or os.environ.get("DYNAFED_DATA", "")
+    return Path(folder).expanduser() if folder else None
+
+
+def presets() -> dict[str, str]:
+    """The presets by name, each with the first line of its comment."""
+    files = (entry for entry in resources.files("dynafed.presets").iterdir() if entry.name.endswith(".toml"))
+    found = {entry.name.removesuffix(".toml"): entry.read_text().partition("\n")[0] for entry in files}
+    return {name: found[name].removeprefix("#").strip() for name in sorted(found)}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` from the command line; the value is TOML, and a bare word is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[\w.-]+", key.strip()):
+        raise UserError(f"-s {text}: expected key=value")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _read(source: str) -> dict[str, Any]:
+    """A preset or file; its key `extends` names another one that it starts from."""
+    if source in presets():
+        text = (resources.files("dynafed.presets") / f"{source}.toml").read_text()
+    elif Path(source).is_file():
+        text = Path(source).read_text()
+    elif source.endswith(".toml") or "/" in source:
+        raise UserError(f"no such file: {source}")
+    else:
+        raise UserError(f"unknown preset '{source}': {nearest(source, presets())}")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{source} is not valid TOML: {error}") from None
+    if "extends" not in values:
+        return values
+    base = _read(values.pop("extends"))
+    for key, value in values.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    section, dot, name = key.partition(".")
+    if isinstance(value, Mapping):
+        for inner, item in value.items():
+            _put(values, f"{key}.{inner}", item)
+    elif dot:
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise UserError(f"'{section}' is a key, not a section: write {section}=..., not {key}=...")
+        values[section] = {**values[section], name: value}
+    else:
+        values[key] = value

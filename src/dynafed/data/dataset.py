@@ -1,0 +1,102 @@
+"""A dataset in memory, and how to make one from a user's own arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynafed.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Samples and labels of both splits; images are uint8 (N, C, H, W), other features float32 (N, ...)."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.train_x.shape[1:])
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Samples as a model takes them: uint8 is scaled and centred to float32, floats are left as they are."""
+        if x.dtype != torch.uint8:
+            return x
+        scale, shift = self._affine
+        return x.float().mul_(scale.to(x.device)).add_(shift.to(x.device))
+
+    @cached_property
+    def _affine(self) -> tuple[Tensor, Tensor]:
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        per_channel = (-1, 1, 1) if len(self.shape) == 3 else ()
+        return (1 / (255 * std)).reshape(per_channel), (-mean / std).reshape(per_channel)
+
+
+def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "custom") -> Dataset:
+    """A dataset of a user's own `(x, y)` pairs of tensors or arrays; it may share their memory."""
+    (train_x, train_y), (test_x, test_y) = _pair("train", train), _pair("test", test)
+    if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
+        raise UserError(
+            f"a training sample is {train_x.dtype} of shape {tuple(train_x.shape[1:])}, "
+            f"but a test sample {test_x.dtype} of shape {tuple(test_x.shape[1:])}: make them alike"
+        )
+    mean, std = measure(train_x)
+    classes = int(max(train_y.max(), test_y.max())) + 1
+    return Dataset(name, train_x, train_y, test_x, test_y, classes, mean, tuple(value or 1.0 for value in std))
+
+
+def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of uint8 samples on a scale of 0 to 1, per channel of images; of floats, none."""
+    if x.dtype != torch.uint8:
+        return (), ()
+    channels = x.transpose(0, 1) if x.ndim == 4 else x[None]
+    histograms = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in channels]).double()
+    share = histograms / histograms.sum(dim=1, keepdim=True)
+    values = torch.arange(256).double() / 255
+    mean = share @ values
+    variance = (share * (values - mean[:, None]) ** 2).sum(dim=1)
+    return tuple(mean.tolist()), tuple(variance.sqrt().tolist())
+
+
+def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    try:
+        x, y = map(_tensor, pair)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{split} must be a pair (x, y) of numeric arrays: {error}") from None
+    if x.ndim < 2 or not x.numel():
+        raise UserError(f"{split} x has shape {tuple(x.shape)}: it needs at least one sample, and a row for each")
+    if y.shape != x.shape[:1]:
+        raise UserError(
+            f"{split} y has shape {tuple(y.shape)}, but there are {len(x)} samples: give one label for each"
+        )
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise UserError(f"{split} y is {y.dtype}: labels must be whole numbers from 0")
+    if y.min() < 0:
+        raise UserError(f"{split} y has the label {y.min()}: labels must be whole numbers from 0")
+    if x.is_complex():
+        raise UserError(f"{split} x is {x.dtype}: samples must be real numbers")
+    if x.dtype != torch.uint8:
+        x = x.float()
+        if not x.isfinite().all():
+            raise UserError(f"{split} x has values that are infinite or not a number: clean them first")
+    return x, y.long()
+
+
+def _tensor(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    array = np.asarray(values)
+    return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=1) >= 0 else array.copy())

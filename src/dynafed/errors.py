@@ -1,0 +1,13 @@
+"""The errors that are not bugs: each says what is wrong, with which value, and the way out."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for; the command line prints it as one line and exits with 2."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped from outside after its state was saved; `path` is the folder to resume."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"interrupted; continue with: dynafed resume {path}")
+        self.path = path

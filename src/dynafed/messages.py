@@ -1,0 +1,68 @@
+"""What crosses between server and clients, and the check that every update must pass before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from dynafed import tree
+from dynafed.tree import Tree
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """From the server to a client: the global model, and what each method adds, under the method's own name."""
+
+    round: int
+    model: Tree
+    extras: Mapping[str, Tree] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go down to one client."""
+        return tree.nbytes(self.model) + tree.nbytes(tree.nest(self.extras))
+
+
+@dataclass(frozen=True)
+class Update:
+    """From a client to the server after its local training."""
+
+    client: int
+    model: Tree
+    examples: int
+    steps: int
+    loss: float
+    seconds: float
+    extras: Mapping[str, Tree] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one client sends up."""
+        return tree.nbytes(self.model) + tree.nbytes(tree.nest(self.extras))
+
+
+def flaw(update: Update, broadcast: Broadcast) -> str | None:
+    """Why this update must not be averaged, or None if it is sound."""
+    if update.examples < 1:
+        return f"trained on {update.examples} examples"
+    if reason := _mismatch(update.model, broadcast.model):
+        return reason
+    for name, tensor in (update.model | tree.nest(update.extras)).items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            return f"'{name}' holds NaN or infinity"
+    return None
+
+
+def _mismatch(got: Tree, expected: Tree) -> str | None:
+    if missing := sorted(expected.keys() - got.keys()):
+        return f"'{missing[0]}' is missing"
+    if unknown := sorted(got.keys() - expected.keys()):
+        return f"'{unknown[0]}' is not a tensor of this model"
+    for name, tensor in expected.items():
+        if got[name].shape != tensor.shape:
+            return f"'{name}' has shape {tuple(got[name].shape)}, not {tuple(tensor.shape)}"
+        if got[name].dtype != tensor.dtype:
+            return f"'{name}' has dtype {got[name].dtype}, not {tensor.dtype}"
+    return None

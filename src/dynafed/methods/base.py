@@ -1,0 +1,180 @@
+"""What a method is: up to two halves, each with defaults that are FedAvg's. A new method overrides what differs.
+
+The client half is a loss and a gradient correction, both pure. The server half sees the model after averaging, and may
+also replace the average itself. Whatever changes over time is a `Tree` that the engine keeps: a client's memory, the
+server's state. So a method is stateless, runs on every engine, and every checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from dynafed.messages import Update
+from dynafed.tree import Tree
+
+if TYPE_CHECKING:
+    from dynafed.config import Config
+    from dynafed.engine.plan import Plan
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks for beyond FedAvg; checked before round 1."""
+
+    server_data: str = ""
+    """"unlabelled" or "labelled" if the server must hold samples (`server_samples`)."""
+    client_models: bool = False
+    """Whether the server must see each client's model, not only the average."""
+    client_memory: bool = False
+    """Whether a client must remember something between its rounds."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a client can look at during one round of local training."""
+
+    client: int
+    forward: Callable[[Tree, Tensor], Tensor]
+    """Logits of the model with the given trainable parameters."""
+    start: Tree
+    """The trainable parameters of the global model, as received."""
+    extras: Tree
+    """What the method's own server half sent along."""
+    memory: Tree
+    """What this client kept from its last round; empty at first."""
+    x: Tensor
+    y: Tensor
+    """The client's whole data, normalised."""
+    steps: int
+    lr: float
+    rng: np.random.Generator
+    carry: Any = None
+    """What `begin` returned."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a client keeps and what it sends up beside its model."""
+
+    memory: Tree = field(default_factory=dict)
+    extras: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the machine that runs the server offers to long server work."""
+
+    folder: Path | None = None
+    """For a method's own files, such as work in progress; the run's folder, if there is one."""
+    check: Callable[[], None] = lambda: None
+    """To be called where stopping loses nothing: it raises if somebody asked the run to stop."""
+    busy: Callable[[str, int, int], None] = lambda what, done, total: None
+    """Shows how far a piece of work is."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server half can look at in one round."""
+
+    plan: Plan
+    round: int
+    before: Tree
+    """The global model that the clients started from."""
+    extras: Tree
+    """The uniform mean of what the clients' halves of this method sent."""
+    participants: int
+    updates: Sequence[Update] = ()
+    """Every accepted update, if the method needs client models; else empty."""
+    host: Host = Host()
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A server half's result: the new model, its own new state, and numbers for metrics.jsonl."""
+
+    model: Tree
+    state: Tree
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Combiner(Protocol):
+    """Turns a stream of updates into one model."""
+
+    def add(self, update: Update) -> None:
+        """Take one more update."""
+
+    def result(self) -> Tree:
+        """The combined model."""
+
+
+class Method:
+    """One paper's method. Subclasses set the class variables and override some of the functions below."""
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    citation: ClassVar[str] = ""
+    needs: ClassVar[Needs] = Needs()
+    Settings: ClassVar[type[Any] | None] = None
+
+    registry: ClassVar[dict[str, type[Method]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            Method.registry[cls.name] = cls
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.settings: Any = config.section(self.name, self.Settings) if self.Settings else None
+
+    # The client half
+
+    def begin(self, local: Local) -> Any:
+        """Prepare what stays the same during local training; it arrives in `local.carry`."""
+        return None
+
+    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+        """The loss of one batch."""
+        return F.cross_entropy(local.forward(params, x), y)
+
+    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
+        """Correct the gradients of one step."""
+        return grads
+
+    def finish(self, params: Tree, local: Local) -> Finished:
+        """What to keep and what to send, after the last step."""
+        return Finished()
+
+    # The server half
+
+    def initial(self, plan: Plan, model: Tree) -> Tree:
+        """The server's state before round 1."""
+        return {}
+
+    def broadcast(self, state: Tree) -> Tree:
+        """What every sampled client gets beside the model."""
+        return {}
+
+    def combiner(self, plan: Plan) -> Combiner | None:
+        """Something in the average's place."""
+        return None
+
+    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+        """Change the combined model."""
+        return Refined(model, state)
+
+    @classmethod
+    def overrides(cls, *functions: str) -> bool:
+        """Whether this class has its own version of any of these functions."""
+        return any(getattr(cls, name) is not getattr(Method, name) for name in functions)
+
+    @classmethod
+    def trains(cls) -> bool:
+        """Whether it has a client half."""
+        return cls.overrides("begin", "loss", "adjust", "finish")

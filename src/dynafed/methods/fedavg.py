@@ -1,0 +1,52 @@
+"""FedAvg: clients train on their own data, the server averages their models.
+
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dynafed.messages import Update
+from dynafed.methods.base import Method
+from dynafed.tree import Tree
+
+
+class FedAvg(Method):
+    """The defaults of `Method`, under a name."""
+
+    name = "fedavg"
+    summary = "plain local training, then the average of the clients' models"
+    citation = "McMahan et al., AISTATS 2017"
+
+
+class Mean:
+    """The weighted mean of a stream of models; holds one running sum, however many clients there are."""
+
+    def __init__(self, weighting: str) -> None:
+        self.weighting = weighting
+        self.total = 0.0
+        self.sums: Tree = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, update: Update) -> None:
+        """Add one model. The sums are double precision, so that the order of clients hardly matters."""
+        weight = float(update.examples) if self.weighting == "examples" else 1.0
+        self.add_tree(update.model, weight)
+
+    def add_tree(self, tree: Tree, weight: float = 1.0) -> None:
+        """Add any tree."""
+        self.total += weight
+        for name, tensor in tree.items():
+            if name not in self.sums:
+                self.dtypes[name] = tensor.dtype
+                self.sums[name] = torch.zeros(tensor.shape, dtype=torch.float64)
+            self.sums[name].add_(tensor, alpha=weight)
+
+    def result(self) -> Tree:
+        """The mean, in the models' own dtypes; whole-number buffers are rounded."""
+        means = {name: total / self.total for name, total in self.sums.items()}
+        return {
+            name: (mean if self.dtypes[name].is_floating_point else mean.round()).to(self.dtypes[name])
+            for name, mean in means.items()
+        }

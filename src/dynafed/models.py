@@ -1,0 +1,207 @@
+"""The paper's networks, and anybody's own. Each of ours is `head(features(x))`, so methods can look at the features."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dynafed.errors import UserError
+from dynafed.settings import nearest, setting
+
+if TYPE_CHECKING:
+    from dynafed.config import Config
+
+Shape = tuple[int, ...]
+Factory = Callable[..., nn.Module]
+"""Makes a fresh model; called with (shape of a sample, number of classes) if it takes them, else with nothing."""
+
+NORMS = ("instance", "group", "layer", "batch", "none")
+
+
+@dataclass(frozen=True)
+class ConvNetSettings:
+    """Section `convnet`."""
+
+    width: int = setting(128, "channels of every block", low=1)
+    depth: int = setting(3, "blocks of convolution, norm, ReLU, average pooling", low=1)
+    norm: str = setting("instance", "instance is GroupNorm with one group a channel", choices=NORMS)
+
+
+@dataclass(frozen=True)
+class MLPSettings:
+    """Section `mlp`."""
+
+    width: int = setting(128, "units of every hidden layer", low=1)
+    depth: int = setting(2, "hidden layers", low=0)
+
+
+@dataclass(frozen=True)
+class ResNetSettings:
+    """Section `resnet`, for resnet8 and resnet18."""
+
+    width: int = setting(0, "channels of the first stage (0: 16 for resnet8, 64 for resnet18)", low=0)
+    norm: str = setting("group", "group is GroupNorm with eight groups", choices=NORMS)
+
+
+SECTIONS: dict[str, type[Any]] = {"convnet": ConvNetSettings, "mlp": MLPSettings, "resnet": ResNetSettings}
+NAMES = ("convnet", "mlp", "resnet8", "resnet18")
+
+
+class Classifier(nn.Module):
+    """A network in two parts: `features` maps a sample to a vector, `head` is one linear layer over it."""
+
+    def __init__(self, features: nn.Sequential, width: int, classes: int) -> None:
+        super().__init__()
+        self.features = features
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:
+    """Fully connected ReLU layers on the flattened sample: 784-128-128-10 in the paper."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = int(torch.Size(shape).numel())
+    for _ in range(settings.depth):
+        layers += [nn.Linear(width, settings.width), nn.ReLU()]
+        width = settings.width
+    return Classifier(nn.Sequential(*layers), width, classes)
+
+
+def convnet(shape: Shape, classes: int, settings: ConvNetSettings) -> Classifier:
+    """The paper's ConvNet; 28x28 inputs are padded to 32x32 by the first convolution."""
+    channels, height, width = _image(shape, "convnet")
+    layers: list[nn.Module] = []
+    for block in range(settings.depth):
+        padding = 3 if block == 0 and (height, width) == (28, 28) else 1
+        height, width = (height + 2 * padding - 2) // 2, (width + 2 * padding - 2) // 2
+        if min(height, width) < 1:
+            raise UserError(f"convnet.depth = {settings.depth} halves images of {shape[1]}x{shape[2]} to nothing")
+        layers += [
+            nn.Conv2d(channels, settings.width, 3, padding=padding),
+            _norm(settings.norm, settings.width),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+        ]
+        channels = settings.width
+    return Classifier(nn.Sequential(*layers, nn.Flatten()), channels * height * width, classes)
+
+
+class _Residual(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            _norm(norm, outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            _norm(norm, outputs),
+        )
+        same = inputs == outputs and stride == 1
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(norm, outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(shape: Shape, classes: int, settings: ResNetSettings, stages: tuple[int, ...], width: int) -> Classifier:
+    """A residual network for small images: `stages[i]` blocks with `width * 2**i` channels."""
+    channels, _, _ = _image(shape, "resnet")
+    width = settings.width or width
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        _norm(settings.norm, width),
+        nn.ReLU(),
+    ]
+    inputs = width
+    for stage, blocks in enumerate(stages):
+        outputs = width * 2**stage
+        for block in range(blocks):
+            layers.append(_Residual(inputs, outputs, 2 if stage and not block else 1, settings.norm))
+            inputs = outputs
+    return Classifier(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), inputs, classes)
+
+
+def section_name(model: str) -> str:
+    """The config section that belongs to a model."""
+    return "resnet" if model.startswith("resnet") else model
+
+
+def check_name(model: str) -> None:
+    """Refuse a name that is neither one of ours nor `package.module:factory`."""
+    if model not in NAMES and ":" not in model and model != "custom":
+        raise UserError(f"unknown model '{model}': {nearest(model, NAMES)} (your own: package.module:factory)")
+
+
+def build(config: Config, shape: Shape, classes: int, factory: Factory | None = None) -> nn.Module:
+    """A fresh model as configured, or from the user's own factory."""
+    if factory is not None:
+        return _call(factory, shape, classes)
+    if config.model == "custom":
+        raise UserError("model = 'custom' stands for a factory given in Python: pass it again as model=...")
+    if ":" in config.model:
+        return _call(_imported(config.model), shape, classes)
+    if config.model == "mlp":
+        return mlp(shape, classes, config.section("mlp", MLPSettings))
+    if config.model == "convnet":
+        return convnet(shape, classes, config.section("convnet", ConvNetSettings))
+    stages, width = {"resnet8": ((1, 1, 1), 16), "resnet18": ((2, 2, 2, 2), 64)}[config.model]
+    return resnet(shape, classes, config.section("resnet", ResNetSettings), stages, width)
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    groups = {"instance": channels, "group": 8, "layer": 1}[kind]
+    if channels % groups:
+        raise UserError(f"norm = 'group' needs a width that eight divides, not {channels}")
+    return nn.GroupNorm(groups, channels)
+
+
+def _image(shape: Shape, model: str) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise UserError(
+            f"{model} wants images (channels, height, width), not samples of shape {shape}: try model = mlp"
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def _imported(path: str) -> Factory:
+    module, _, name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model = '{path}' can't be imported: {error}") from None
+    if not callable(factory):
+        raise UserError(f"model = '{path}' is not callable")
+    return factory  # type: ignore[no-any-return]
+
+
+def _call(factory: Factory, shape: Shape, classes: int) -> nn.Module:
+    try:
+        inspect.signature(factory).bind(shape, classes)
+    except (TypeError, ValueError):
+        model = factory()
+    else:
+        model = factory(shape, classes)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
+    return model

@@ -1,0 +1,100 @@
+"""Typed, frozen groups of settings, checked value by value; the machinery under `config.py` and every method's section.
+
+A group is a frozen dataclass whose fields are made by `setting`. `build` turns a plain dict (from TOML or the command
+line) into a group and refuses unknown keys, wrong types and impossible values with a sentence that names the way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from dynafed.errors import UserError
+
+Group = TypeVar("Group")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A described field: at least `low`, at most `high`, strictly more than `above`, or one of `choices`."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "low": low, "high": high, "above": above, "choices": choices}
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: the closest known name, else all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+
+
+def build(group: type[Group], values: Mapping[str, Any], prefix: str = "") -> Group:
+    """Make a checked `group` from plain values; keys that are left out keep their defaults."""
+    fields = {field.name: field for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    types = typing.get_type_hints(group)
+    checked = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise UserError(f"unknown key '{prefix}{name}': {nearest(prefix + name, (prefix + key for key in fields))}")
+        checked[name] = _checked(prefix + name, value, types[name], fields[name].metadata)
+    return group(**checked)
+
+
+def plain(group: Any) -> dict[str, Any]:
+    """The inverse of `build`: a dict that TOML and JSON can hold."""
+    return {
+        field.name: list(value) if isinstance(value := getattr(group, field.name), tuple) else value
+        for field in dataclasses.fields(group)
+    }
+
+
+def describe(group: type[Any]) -> list[dict[str, Any]]:
+    """Name, type, default and help of every field, for the command line and the docs."""
+    types = typing.get_type_hints(group)
+    return [
+        {
+            "name": field.name,
+            "type": getattr(types[field.name], "__name__", str(types[field.name])),
+            "default": list(field.default) if isinstance(field.default, tuple) else field.default,
+            "help": field.metadata["help"],
+        }
+        for field in dataclasses.fields(group)
+    ]
+
+
+def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, str) or not isinstance(value, list | tuple):
+            raise UserError(f"{name} = {value!r} must be a list")
+        return tuple(_checked(name, item, typing.get_args(kind)[0], rule) for item in value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise UserError(f"{name} = {value!r} must be {_ARTICLES[kind]}, not {type(value).__name__}")
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"{name} = {value!r} must be finite")
+    if (choices := rule["choices"]) is not None and value not in choices:
+        raise UserError(f"{name} = {value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}")
+    low, high, above = rule["low"], rule["high"], rule["above"]
+    if low is not None and value < low:
+        raise UserError(f"{name} = {value!r} must be at least {low:g}")
+    if high is not None and value > high:
+        raise UserError(f"{name} = {value!r} must be at most {high:g}")
+    if above is not None and value <= above:
+        raise UserError(f"{name} = {value!r} must be more than {above:g}")
+    return value
+
+
+_ARTICLES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

@@ -1,0 +1,66 @@
+"""Algebra on named tensors. A model's weights, a gradient, a control variate: all are a `Tree`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def map_tensors(function: Callable[..., Tensor], *trees: Mapping[str, Tensor]) -> Tree:
+    """Apply `function` name by name."""
+    return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
+
+
+def clone(tree: Mapping[str, Tensor]) -> Tree:
+    """A copy that shares no memory with `tree` (a plain `.cpu()` would, on a CPU)."""
+    return {name: tensor.detach().clone() for name, tensor in tree.items()}
+
+
+def to(tree: Mapping[str, Tensor], device: torch.device | str) -> Tree:
+    """The same tensors on `device`."""
+    return {name: tensor.to(device) for name, tensor in tree.items()}
+
+
+def nbytes(tree: Mapping[str, Tensor]) -> int:
+    """How many bytes the tensors take when sent."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
+
+
+def nest(trees: Mapping[str, Mapping[str, Tensor]]) -> Tree:
+    """Join several trees into one; the names become `outer/inner`."""
+    return {f"{outer}/{inner}": tensor for outer, tree in trees.items() for inner, tensor in tree.items()}
+
+
+def unnest(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
+    """The inverse of `nest`."""
+    trees: dict[str, Tree] = {}
+    for name, tensor in tree.items():
+        outer, _, inner = name.partition("/")
+        trees.setdefault(outer, {})[inner] = tensor
+    return trees
+
+
+def digest(tree: Mapping[str, Tensor]) -> str:
+    """A checksum of names, shapes, dtypes and bits: equal if and only if the trees are equal, bit for bit."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(tree):
+        tensor = tree[name].detach().cpu().contiguous()
+        hasher.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def pack(tree: Mapping[str, Tensor]) -> bytes:
+    """The tree as safetensors bytes."""
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tree.items()})
+
+
+def unpack(blob: bytes) -> Tree:
+    """The inverse of `pack`; the tensors are aligned copies, so that arithmetic on them gives the same bits."""
+    return clone(safetensors.torch.load(blob))

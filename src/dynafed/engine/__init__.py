@@ -1,0 +1,1 @@
+"""The in-process engine: one client loop, one server round, one run."""

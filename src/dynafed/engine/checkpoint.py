@@ -1,0 +1,111 @@
+"""Everything that changes during a run, saved so that a resumed run ends with the same bits.
+
+A checkpoint is a folder `checkpoint/round-000010` with the tensors (safetensors) and the rest (JSON), both
+checksummed, written aside and renamed. The newest one that is whole is the one that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynafed import tree
+from dynafed.engine.files import checksum, write_bytes
+from dynafed.engine.memory import ClientMemory, Listing
+from dynafed.engine.plan import Plan
+from dynafed.errors import UserError
+from dynafed.tree import Tree
+
+log = logging.getLogger("dynafed")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that changes from round to round."""
+
+    round: int
+    """The last round that is done; 0 before the first."""
+    model: Tree
+    server: dict[str, Tree]
+    """Each method's server state, by the method's name."""
+    clients: ClientMemory
+
+    @classmethod
+    def initial(cls, plan: Plan, path: Path) -> RunState:
+        """The state before round 1."""
+        model = plan.initial_model()
+        server = {step.name: step.initial(plan, model) for step in plan.methods.steps}
+        return cls(0, model, server, ClientMemory(_clients(path), plan.config.client_memory_mb * 2**20))
+
+
+def save(path: Path, plan: Plan, state: RunState) -> None:
+    """Write a checkpoint and delete those that are too old."""
+    final = path / "checkpoint" / f"round-{state.round:06d}"
+    if _body(final):
+        return
+    body = {
+        "round": state.round,
+        "fingerprint": plan.fingerprint(),
+        "clients": state.clients.listing(),
+    }
+    tensors = tree.pack(tree.nest({"model": state.model} | {f"+{k}": v for k, v in state.server.items()}))
+    aside = final.with_name(f".{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    write_bytes(aside / "state.safetensors", tensors)
+    text = json.dumps(body | {"tensors": checksum(tensors)})
+    write_bytes(aside / "state.json", json.dumps({"checksum": checksum(text.encode()), "state": text}).encode())
+    shutil.rmtree(final, ignore_errors=True)
+    aside.replace(final)
+    for old in _found(path)[plan.config.keep_checkpoints :]:
+        shutil.rmtree(old)
+    kept = (_body(folder) for folder in _found(path))
+    state.clients.prune(_listing(body) for body in kept if body is not None)
+
+
+def load(path: Path, plan: Plan) -> RunState:
+    """The newest checkpoint that is whole; the state before round 1 if there is none."""
+    for folder in _found(path):
+        body = _body(folder)
+        if body is None:
+            log.warning("%s is damaged; trying the one before", folder.name)
+            continue
+        if body["fingerprint"] != plan.fingerprint():
+            raise UserError(f"{path} was run on other data or another split: it can't be resumed with these")
+        clients = ClientMemory(_clients(path), plan.config.client_memory_mb * 2**20, _listing(body))
+        if file := clients.damaged():
+            log.warning("%s misses a sound %s; trying the one before", folder.name, file)
+            continue
+        parts = tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
+        server = {step.name: parts.get(f"+{step.name}", {}) for step in plan.methods.steps}
+        return RunState(body["round"], parts["model"], server, clients)
+    return RunState.initial(plan, path)
+
+
+def _found(path: Path) -> list[Path]:
+    """The checkpoints' folders, newest first."""
+    return sorted((path / "checkpoint").glob("round-*"), reverse=True)
+
+
+def _body(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint's JSON says, if both of its files are what was written."""
+    try:
+        outer = json.loads((folder / "state.json").read_bytes())
+        if checksum(outer["state"].encode()) != outer["checksum"]:
+            return None
+        body: dict[str, Any] = json.loads(outer["state"])
+        sound = checksum((folder / "state.safetensors").read_bytes()) == body["tensors"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return body if sound else None
+
+
+def _listing(body: dict[str, Any]) -> Listing:
+    return {int(client): (round, sum) for client, (round, sum) in body["clients"].items()}
+
+
+def _clients(path: Path) -> Path:
+    return path / "clients"

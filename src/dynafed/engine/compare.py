@@ -1,0 +1,86 @@
+"""Several methods, several seeds, one table. Stopped or extended, it goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynafed.config import Config
+from dynafed.engine.files import write_json
+from dynafed.engine.run import Progress, read_summary, resume, run
+from dynafed.errors import UserError
+
+EXECUTION = frozenset(
+    ("workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
+)
+"""Keys that decide how a run is executed, not what it computes."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` leaves: a folder of runs and a row for each method and variation."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+
+
+def compare(
+    config: Config,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    out: str | Path,
+    *,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    progress: Callable[[str], Progress | None] = lambda title: None,
+) -> Comparison:
+    """Run every method with every seed (and every combination of the values in `vary`); mean and std over seeds."""
+    vary = vary or {}
+    if not methods or not seeds:
+        raise UserError("compare needs at least one method and one seed")
+    grid = [
+        (method, dict(zip(vary, values, strict=True)))
+        for values in itertools.product(*vary.values())
+        for method in methods
+    ]
+    jobs = [[config.replace(method=method, seed=seed, **varied) for seed in seeds] for method, varied in grid]
+    out = Path(out)
+    rows = []
+    for (method, varied), job in zip(grid, jobs, strict=True):
+        label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
+        summaries = [_run_once(one, out / label / f"seed-{one.seed}", progress) for one in job]
+        rows.append({"method": method, **varied, "seeds": list(seeds), **_over_seeds(summaries)})
+        write_json(out / "compare.json", rows)
+    return Comparison(out, rows)
+
+
+def _run_once(config: Config, path: Path, progress: Callable[[str], Progress | None]) -> dict[str, Any]:
+    """A run's summary: taken from its folder if it is done, else run or resumed."""
+    if not (path / "config.toml").exists():
+        return run(config, out=path, progress=progress(f"{path.parent.name} {path.name}")).summary
+    before, wanted = (_essence(each) for each in (Config.load(path / "config.toml"), config))
+    if before != wanted:
+        key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
+        raise UserError(f"{path} holds a run with another {key}: choose another --out")
+    summary = read_summary(path)
+    return summary or resume(path, progress=progress(f"{path.parent.name} {path.name}")).summary
+
+
+def _essence(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in EXECUTION}
+
+
+def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    accuracies = [summary["final_accuracy"] for summary in summaries]
+    reached = [summary["rounds_to_target"] for summary in summaries]
+    return {
+        "final_accuracy": statistics.fmean(accuracies),
+        "std": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        "final_std": statistics.fmean(summary["final_std"] for summary in summaries),
+        "best": statistics.fmean(summary["best"] for summary in summaries),
+        "rounds_to_target": statistics.fmean(reached) if all(reached) else None,
+        "seconds": statistics.fmean(summary["seconds"] for summary in summaries),
+    }

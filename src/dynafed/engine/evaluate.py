@@ -1,0 +1,28 @@
+"""How good a model is on the evaluation split."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dynafed import tree
+from dynafed.engine.plan import Plan
+from dynafed.tree import Tree
+
+CHUNK = 1000
+"""Samples at a time; fixed, so that a sum of losses has the same bits however the chunks are shared out."""
+
+
+def chunks(plan: Plan) -> list[tuple[int, int]]:
+    """The slices of the evaluation split."""
+    size = plan.evaluation_size()
+    return [(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]
+
+
+@torch.no_grad()
+def evaluate_chunk(plan: Plan, model: Tree, start: int, stop: int) -> tuple[int, float]:
+    """How many of a slice's samples are classified rightly, and the sum of their losses."""
+    plan.module.eval()
+    x, y = plan.evaluation_data(start, stop)
+    logits = plan.forward(tree.to(model, plan.device), x)
+    return int((logits.argmax(1) == y).sum()), float(F.cross_entropy(logits, y, reduction="sum"))

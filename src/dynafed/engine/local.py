@@ -1,0 +1,119 @@
+"""The only client loop: every method on every engine trains through `local_update`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from dynafed import tree
+from dynafed.config import Config
+from dynafed.engine.plan import Plan
+from dynafed.messages import Broadcast, Update
+from dynafed.methods import Local
+from dynafed.tree import Tree
+
+
+def local_update(
+    plan: Plan, broadcast: Broadcast, client: int, memory: Tree | None = None, work: float = 1.0
+) -> tuple[Update, Tree]:
+    """Train the broadcast model on one client's data.
+
+    Returns the update for the server, and what the client remembers until it is sampled again. `memory` is what it
+    remembered last time; `work` below 1 is a slow client that does only this share of its steps.
+    """
+    began = time.perf_counter()
+    config, method = plan.config, plan.methods.client
+    remembered = tree.unnest(memory or {})
+    weights = tree.to(tree.clone(broadcast.model), plan.device)
+    params = {name: weights[name].requires_grad_() for name in plan.trainable}
+    x, y = plan.client_data(client)
+    steps = config.local_steps or config.local_epochs * -(-len(y) // config.batch_size)
+    steps = max(1, int(steps * work))
+    optimizer = _optimizer(config, list(params.values()), config.lr_at(broadcast.round))
+    if config.client_state == "persistent":
+        _restore(optimizer, remembered.get("optimizer", {}))
+    local = Local(
+        client=client,
+        forward=lambda params, x: plan.forward(weights | params, x),
+        start=tree.to({name: broadcast.model[name] for name in plan.trainable}, plan.device),
+        extras=tree.to(broadcast.extras.get(method.name, {}), plan.device),
+        memory=tree.to(remembered.get("method", {}), plan.device),
+        x=x,
+        y=y,
+        steps=steps,
+        lr=config.lr_at(broadcast.round),
+        rng=plan.seeds.rng("method", broadcast.round, client),
+    )
+    plan.module.train()
+    total = torch.zeros((), device=plan.device)
+    with plan.seeds.torch_seeded("layers", broadcast.round, client):
+        local = dataclasses.replace(local, carry=method.begin(local))
+        for batch in batches(len(y), config.batch_size, steps, plan.seeds.rng("batches", broadcast.round, client)):
+            index = torch.from_numpy(batch).to(plan.device)
+            loss = method.loss(params, x[index], y[index], local)
+            grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+            with torch.no_grad():
+                grads = method.adjust(grads, params, local)
+            for name, parameter in params.items():
+                parameter.grad = grads[name]
+            optimizer.step()
+            total += loss.detach()
+        finished = method.finish(tree.clone(params), local)
+    kept = {"method": finished.memory}
+    if config.client_state == "persistent":
+        kept["optimizer"] = _saved(optimizer)
+    update = Update(
+        client=client,
+        model=tree.to(tree.clone(weights), "cpu"),
+        examples=len(y),
+        steps=steps,
+        loss=float(total) / steps,
+        seconds=time.perf_counter() - began,
+        extras={method.name: tree.to(finished.extras, "cpu")} if finished.extras else {},
+    )
+    return update, tree.to(tree.nest(kept), "cpu")
+
+
+def batches(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Rows of each step: a fresh shuffle every epoch, whose last batch may be short, until the steps are done."""
+    while True:
+        order = rng.permutation(samples)
+        for start in range(0, samples, size):
+            if not steps:
+                return
+            steps -= 1
+            yield order[start : start + size]
+
+
+def _optimizer(config: Config, params: list[Tensor], lr: float) -> Optimizer:
+    fused = params[0].device.type in ("cpu", "cuda")
+    decay = config.weight_decay
+    if config.optimizer in ("sgd", "momentum"):
+        momentum = config.momentum if config.optimizer == "momentum" else 0.0
+        return SGD(params, lr, momentum=momentum, weight_decay=decay, fused=fused)
+    kind = Adam if config.optimizer == "adam" else AdamW
+    return kind(params, lr, weight_decay=decay, fused=fused)
+
+
+def _saved(optimizer: Optimizer) -> Tree:
+    """The optimiser's moments as a tree, named `<parameter's number>.<moment>`."""
+    return {
+        f"{number}.{name}": value.detach().clone()
+        for number, moments in optimizer.state_dict()["state"].items()
+        for name, value in moments.items()
+        if value is not None
+    }
+
+
+def _restore(optimizer: Optimizer, saved: Tree) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in saved.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = value.clone()
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,103 @@
+"""What clients remember between rounds: kept in memory up to a limit, beyond it on disk, as files that never change.
+
+Each state is named by (client, round in which it was made). A checkpoint only lists those names, so a round costs what
+its own clients cost, however many clients exist, and an older checkpoint still finds the files that it lists.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from dynafed import tree
+from dynafed.engine.files import checksum, write_bytes
+from dynafed.tree import Tree
+
+Name = tuple[int, int]
+Listing = dict[int, tuple[int, str]]
+"""Client -> the round that its current state is from, and its file's checksum."""
+
+
+class ClientMemory:
+    """The states of all clients that have one."""
+
+    def __init__(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None = None) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.rounds = {client: round for client, (round, _) in (listing or {}).items()}
+        self.checksums = {(client, round): sum for client, (round, sum) in (listing or {}).items()}
+        self.cache: OrderedDict[Name, Tree] = OrderedDict()
+        self.cached = 0
+        self.staged: set[Name] = set()
+
+    def load(self, client: int) -> Tree:
+        """The client's state; empty if it has none."""
+        if client not in self.rounds:
+            return {}
+        name = (client, self.rounds[client])
+        if name not in self.cache:
+            self._remember(name, tree.unpack(self._file(name).read_bytes()))
+        self.cache.move_to_end(name)
+        return self.cache[name]
+
+    def stage(self, client: int, round: int, state: Tree) -> None:
+        """Hold a new state, which counts only once it is committed."""
+        if state:
+            self.staged.add((client, round))
+            self._forget((client, round))
+            self._remember((client, round), state)
+
+    def commit(self, accepted: Collection[int]) -> None:
+        """Make the staged states of these clients current and forget the others'."""
+        for client, round in self.staged:
+            if client in accepted:
+                self._forget((client, self.rounds.get(client, 0)))
+                self.rounds[client] = round
+            else:
+                self._forget((client, round))
+        self.staged.clear()
+
+    def listing(self) -> Listing:
+        """Write what is only in memory, and list every current state."""
+        for name in self.rounds.items():
+            self._write(name)
+        return {client: (round, self.checksums[client, round]) for client, round in self.rounds.items()}
+
+    def damaged(self) -> str | None:
+        """The first listed file that is missing or changed, if any."""
+        for name in self.rounds.items():
+            file = self._file(name)
+            if not file.exists() or checksum(file.read_bytes()) != self.checksums[name]:
+                return file.name
+        return None
+
+    def prune(self, listings: Iterable[Mapping[int, tuple[int, str]]]) -> None:
+        """Delete the files that none of these listings names."""
+        wanted = {self._file((client, round)) for listing in listings for client, (round, _) in listing.items()}
+        for file in self.folder.glob("*/*"):
+            if file not in wanted:
+                file.unlink()
+
+    def _remember(self, name: Name, state: Tree) -> None:
+        self.cache[name] = state
+        self.cached += tree.nbytes(state)
+        while self.cached > self.limit and len(self.cache) > 1:
+            oldest = next(iter(self.cache))
+            self._write(oldest)
+            self.cached -= tree.nbytes(self.cache.pop(oldest))
+
+    def _forget(self, name: Name) -> None:
+        if (state := self.cache.pop(name, None)) is not None:
+            self.cached -= tree.nbytes(state)
+        self.checksums.pop(name, None)
+
+    def _write(self, name: Name) -> None:
+        if name not in self.checksums:
+            content = tree.pack(self.cache[name])
+            write_bytes(self._file(name), content)
+            self.checksums[name] = checksum(content)
+
+    def _file(self, name: Name) -> Path:
+        client, round = name
+        return self.folder / f"{client % 256:02x}" / f"{client}-{round}.safetensors"

@@ -1,0 +1,195 @@
+"""What a run is made of before round 1: the data, who has which part of it, the network, the methods."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dynafed import data, methods, models
+from dynafed.config import Config
+from dynafed.data import Dataset, Partition
+from dynafed.errors import UserError
+from dynafed.seeds import Seeds
+from dynafed.tree import Tree
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that server and clients agree on; it never changes during a run."""
+
+    config: Config
+    dataset: Dataset
+    partition: Partition
+    server_rows: np.ndarray
+    validation_rows: np.ndarray
+    module: nn.Module
+
+    @classmethod
+    def make(
+        cls,
+        config: Config,
+        *,
+        model: models.Factory | None = None,
+        train: tuple[Any, Any] | None = None,
+        test: tuple[Any, Any] | None = None,
+        clients: Sequence[Any] | None = None,
+    ) -> Plan:
+        """Load or take the data, split it, build the network; all by the config's seed."""
+        if (train is None) != (test is None):
+            raise UserError("give both train=(x, y) and test=(x, y), or neither")
+        if train is not None and test is not None:
+            dataset = data.from_arrays(train, test)
+            config = config.replace(dataset="custom")
+        elif config.dataset == "custom":
+            raise UserError("dataset = 'custom' stands for arrays given in Python: pass train= and test= again")
+        else:
+            dataset = _load(config.dataset, config.data_folder())
+        if model is not None:
+            config = config.replace(model="custom")
+        seeds = Seeds(config.seed)
+        labels = dataset.train_y.numpy()
+        rest, server_rows = _carve(labels, np.arange(len(labels)), config.server_samples, seeds, "server")
+        rest, validation_rows = _carve(labels, rest, config.validation_samples, seeds, "validation")
+        if clients is not None:
+            if config.server_samples or config.validation_samples:
+                raise UserError("clients=[...] takes its rows as given: set server_samples and validation_samples to 0")
+            partition = data.partition_from_lists(clients, len(labels), allow_empty=config.min_samples == 0)
+            config = config.replace(clients=len(partition), partition="custom")
+        elif config.partition == "custom":
+            raise UserError("partition = 'custom' stands for index lists given in Python: pass clients= again")
+        else:
+            shares = data.make_partition(
+                config.partition,
+                labels[rest],
+                config.clients,
+                alpha=config.alpha,
+                classes_per_client=config.classes_per_client,
+                min_samples=config.min_samples,
+                rng=seeds.rng("partition"),
+            )
+            partition = Partition(rest[shares.indices], shares.offsets)
+        with seeds.torch_seeded("model"):
+            module = models.build(config, dataset.shape, dataset.classes, model)
+        plan = cls(config, dataset, partition, server_rows, validation_rows, module.to(plan_device(config)))
+        plan.check_model()
+        return plan
+
+    @cached_property
+    def seeds(self) -> Seeds:
+        """The run's random streams."""
+        return Seeds(self.config.seed)
+
+    @cached_property
+    def methods(self) -> methods.Composition:
+        """The methods, composed."""
+        return methods.compose(self.config)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the arithmetic happens; messages and the server's state stay on the CPU."""
+        return plan_device(self.config)
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The names of the parameters that have gradients; the others are buffers or frozen."""
+        return tuple(name for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def initial_model(self) -> Tree:
+        """The global model before round 1: parameters and persistent buffers by name."""
+        persistent = self.module.state_dict().keys()
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {name: tensor.detach().cpu().clone() for name, tensor in named.items() if name in persistent}
+
+    def forward(self, weights: Tree, x: Tensor) -> Tensor:
+        """Logits of the network with these weights."""
+        logits: Tensor = functional_call(self.module, weights, (x,))
+        return logits
+
+    def rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Samples of the training split, normalised, on the device."""
+        index = torch.from_numpy(rows)
+        x = self.dataset.normalise(self.dataset.train_x[index].to(self.device))
+        return x, self.dataset.train_y[index].to(self.device)
+
+    def client_data(self, client: int) -> tuple[Tensor, Tensor]:
+        """One client's samples and labels."""
+        return self.rows(self.partition[client])
+
+    def server_data(self) -> tuple[Tensor, Tensor]:
+        """The samples that the server holds, of which no client has any."""
+        return self.rows(self.server_rows)
+
+    def evaluation_size(self) -> int:
+        """Samples in the split that accuracy is measured on."""
+        return len(self.validation_rows) if self.config.evaluate == "validation" else len(self.dataset.test_y)
+
+    def evaluation_data(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A slice of the split that accuracy is measured on."""
+        if self.config.evaluate == "validation":
+            return self.rows(self.validation_rows[start:stop])
+        x = self.dataset.normalise(self.dataset.test_x[start:stop].to(self.device))
+        return x, self.dataset.test_y[start:stop].to(self.device)
+
+    def fingerprint(self) -> str:
+        """A checksum of the data and the split, so that a run is never resumed on other data."""
+        hasher = hashlib.blake2b(digest_size=16)
+        x = self.dataset.train_x
+        for array in (
+            self.dataset.train_y.numpy(),
+            self.dataset.test_y.numpy(),
+            x[:: max(1, len(x) // 64)].contiguous().numpy(),
+            self.partition.indices,
+            self.partition.offsets,
+        ):
+            hasher.update(str(array.shape).encode())
+            hasher.update(np.ascontiguousarray(array).data)
+        return hasher.hexdigest()
+
+    def check_model(self) -> None:
+        """Refuse a network that doesn't fit the data, before round 1."""
+        self.module.eval()
+        with torch.no_grad():
+            x, _ = self.evaluation_data(0, 1)
+            try:
+                logits = self.module(x)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"the model can't take samples of shape {self.dataset.shape}: {reason}") from None
+        if logits.shape != (1, self.dataset.classes):
+            raise UserError(
+                f"the model's output for one sample is {tuple(logits.shape)}, not {(1, self.dataset.classes)}"
+            )
+        if not self.trainable:
+            raise UserError("the model has no trainable parameters")
+
+
+def plan_device(config: Config) -> torch.device:
+    """The configured device, or a clear word that it isn't here."""
+    kind = config.device.partition(":")[0]
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if kind not in present:
+        raise UserError(f"device = '{config.device}' is not one of cpu, cuda, cuda:N, mps")
+    if not present[kind]:
+        raise UserError(f"device = '{config.device}': torch finds none on this machine; take device = cpu")
+    return torch.device(config.device)
+
+
+_load = lru_cache(maxsize=1)(data.load)
+"""Several runs on the same data read it once."""
+
+
+def _carve(
+    labels: np.ndarray, rows: np.ndarray, size: int, seeds: Seeds, purpose: str
+) -> tuple[np.ndarray, np.ndarray]:
+    if not size:
+        return rows, rows[:0]
+    rest, held = data.carve(labels[rows], size, seeds.rng(purpose))
+    return rows[rest], rows[held]

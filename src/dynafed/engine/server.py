@@ -1,0 +1,84 @@
+"""The only server round: check every update, combine the sound ones, then let each method refine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynafed.engine.plan import Plan
+from dynafed.messages import Broadcast, Update, flaw
+from dynafed.methods import Host, Mean, Server
+from dynafed.tree import Tree
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the server has after a round."""
+
+    combined: Tree
+    """The average, before any refinement."""
+    model: Tree
+    """The next global model; the very same object as `combined` if no method changed it."""
+    server: Mapping[str, Tree]
+    accepted: list[int]
+    rejected: list[dict[str, Any]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def server_broadcast(plan: Plan, round: int, model: Tree, server: Mapping[str, Tree]) -> Broadcast:
+    """What the clients of a round get."""
+    extras = {step.name: step.broadcast(server.get(step.name, {})) for step in plan.methods.steps}
+    return Broadcast(round, model, {name: extra for name, extra in extras.items() if extra})
+
+
+def server_update(
+    plan: Plan, broadcast: Broadcast, server: Mapping[str, Tree], updates: Iterable[Update], host: Host | None = None
+) -> Outcome | list[dict[str, Any]]:
+    """One round's updates become the next global model.
+
+    `updates` may be a stream: nothing but a running sum is held, unless a method needs each model. With fewer sound
+    updates than `min_survivors` there is no new model, and the list of what was rejected comes back instead.
+    """
+    combiner = plan.methods.combiner(plan)
+    extras: dict[str, Mean] = {}
+    kept: list[Update] = []
+    accepted: list[int] = []
+    rejected: list[dict[str, Any]] = []
+    loss = examples = up = 0.0
+    for update in updates:
+        up += update.nbytes
+        if reason := flaw(update, broadcast):
+            rejected.append({"client": update.client, "reason": reason})
+            continue
+        combiner.add(update)
+        for name, extra in update.extras.items():
+            extras.setdefault(name, Mean("uniform")).add_tree(dict(extra))
+        if plan.methods.keeps_updates:
+            kept.append(update)
+        accepted.append(update.client)
+        loss += update.loss * update.examples
+        examples += update.examples
+    if len(accepted) < plan.config.min_survivors:
+        return rejected
+    combined = model = combiner.result()
+    metrics: dict[str, Any] = {"train_loss": loss / examples, "bytes_up": int(up)}
+    states = {}
+    for step in plan.methods.steps:
+        refined = step.refine(
+            model,
+            dict(server.get(step.name, {})),
+            Server(
+                plan=plan,
+                round=broadcast.round,
+                before=broadcast.model,
+                extras=extras[step.name].result() if step.name in extras else {},
+                participants=len(accepted),
+                updates=kept,
+                host=host or Host(),
+            ),
+        )
+        model = refined.model
+        states[step.name] = refined.state
+        metrics |= refined.metrics
+    return Outcome(combined, model, states, accepted, rejected, metrics)

@@ -1,0 +1,154 @@
+"""The processes that train clients. How many there are changes the speed, never a bit of the result."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dynafed import tree
+from dynafed.engine.evaluate import chunks, evaluate_chunk
+from dynafed.engine.local import local_update
+from dynafed.engine.plan import Plan
+from dynafed.errors import UserError
+from dynafed.messages import Broadcast, Update
+from dynafed.tree import Tree
+
+log = logging.getLogger("dynafed")
+
+
+class Workers:
+    """Trains clients and evaluates models, in this process or in several; used as a context manager.
+
+    Each worker computes with `threads` threads, whatever their number: a sum's bits depend on how it is split.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        self.plan = plan
+        self.count = 1 if plan.device.type != "cpu" else config.workers or os.cpu_count() or 1
+        self.count = min(self.count, config.sampled)
+        self.pool: ProcessPoolExecutor | None = None
+        self.threads_before = torch.get_num_threads()
+
+    def __enter__(self) -> Workers:
+        torch.set_num_threads(self.plan.config.threads)
+        if self.count > 1:
+            self.pool = _pool(self.plan, self.count)
+        log.info("%d worker(s) with %d thread(s) each", self.count, self.plan.config.threads)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self.threads_before)
+
+    def train(
+        self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], memory_of: Callable[[int], Tree]
+    ) -> Iterator[tuple[Update, Tree]]:
+        """Updates and memories of the clients of `cohort` (client, share of its work), in that order, as they come."""
+        if self.pool is None:
+            for client, work in cohort:
+                yield local_update(self.plan, broadcast, client, memory_of(client), work)
+            return
+        blob = tree.pack(tree.nest({"model": broadcast.model} | {f"+{k}": v for k, v in broadcast.extras.items()}))
+        tasks = ((broadcast.round, blob, client, tree.pack(memory_of(client)), work) for client, work in cohort)
+        for update, model, extras, memory in self._ordered(_train, tasks):
+            yield (
+                replace(update, model=tree.unpack(model), extras=tree.unnest(tree.unpack(extras))),
+                tree.unpack(memory),
+            )
+
+    def evaluate(self, model: Tree) -> tuple[float, float]:
+        """Accuracy and mean loss on the evaluation split."""
+        slices = chunks(self.plan)
+        if self.pool is None:
+            results: Iterable[tuple[int, float]] = (evaluate_chunk(self.plan, model, *ends) for ends in slices)
+        else:
+            blob = tree.pack(model)
+            results = self._ordered(_evaluate, ((blob, *ends) for ends in slices))
+        right, loss = (sum(parts) for parts in zip(*results, strict=True))
+        return right / self.plan.evaluation_size(), loss / self.plan.evaluation_size()
+
+    def _ordered(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Results in the tasks' order, with never more than two tasks a worker under way or waiting."""
+        assert self.pool is not None
+        waiting: deque[Future[Any]] = deque()
+        try:
+            for task in tasks:
+                if len(waiting) == 2 * self.count:
+                    yield waiting.popleft().result()
+                waiting.append(self.pool.submit(function, *task))
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise RuntimeError("a worker process died (out of memory?); try fewer workers") from None
+
+
+_plan: Plan | None = None
+"""In a worker process: what it was started with."""
+
+
+def _pool(plan: Plan, count: int) -> ProcessPoolExecutor:
+    # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
+    # system libraries don't survive a fork.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "spawn":
+        try:
+            pickle.dumps(plan)
+        except Exception as error:
+            raise UserError(f"the model or data can't be sent to worker processes ({error}): set workers = 1") from None
+    pool = ProcessPoolExecutor(count, context, _start, (plan,))
+    pool.submit(os.getpid).result()
+    return pool
+
+
+def _start(plan: Plan) -> None:
+    global _plan
+    _plan = plan
+    torch.set_num_threads(plan.config.threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """A parent that is killed can't tell its workers to stop: they watch for its end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+@lru_cache(maxsize=1)
+def _unpacked(blob: bytes) -> Tree:
+    return tree.unpack(blob)
+
+
+def _train(round: int, blob: bytes, client: int, memory: bytes, work: float) -> tuple[Update, bytes, bytes, bytes]:
+    assert _plan is not None
+    parts = tree.unnest(_unpacked(blob))
+    broadcast = Broadcast(round, parts["model"], {k[1:]: v for k, v in parts.items() if k.startswith("+")})
+    update, kept = local_update(_plan, broadcast, client, tree.unpack(memory), work)
+    bare = replace(update, model={}, extras={})
+    return bare, tree.pack(update.model), tree.pack(tree.nest(update.extras)), tree.pack(kept)
+
+
+def _evaluate(blob: bytes, start: int, stop: int) -> tuple[int, float]:
+    assert _plan is not None
+    return evaluate_chunk(_plan, _unpacked(blob), start, stop)

@@ -1,0 +1,128 @@
+"""The client loop against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import TEST, TRAIN, tiny
+from torch import nn
+
+from dynafed import tree
+from dynafed.engine.local import batches, local_update
+from dynafed.engine.plan import Plan
+from dynafed.messages import Broadcast
+
+
+def plan_for(**changes: Any) -> Plan:
+    return Plan.make(tiny(**changes), train=TRAIN, test=TEST)
+
+
+def broadcast(plan: Plan, round: int = 1) -> Broadcast:
+    return Broadcast(round, plan.initial_model())
+
+
+def test_batches_cover_every_sample_each_epoch() -> None:
+    rows = list(batches(10, 4, 6, np.random.default_rng(0)))
+    assert [len(batch) for batch in rows] == [4, 4, 2, 4, 4, 2]
+    assert sorted(np.concatenate(rows[:3])) == sorted(np.concatenate(rows[3:])) == list(range(10))
+    assert not np.array_equal(np.concatenate(rows[:3]), np.concatenate(rows[3:]))
+
+
+def test_one_sgd_step_is_the_gradient_times_the_rate() -> None:
+    plan = plan_for(optimizer="sgd", lr=0.5, local_steps=1, batch_size=1000)
+    sent = broadcast(plan)
+    update, memory = local_update(plan, sent, 3)
+    x, y = plan.client_data(3)
+    params = {name: tensor.clone().requires_grad_() for name, tensor in sent.model.items()}
+    loss = F.cross_entropy(plan.forward(params, x), y)
+    grads = torch.autograd.grad(loss, list(params.values()))
+    for (name, before), grad in zip(sent.model.items(), grads, strict=True):
+        torch.testing.assert_close(update.model[name], before - 0.5 * grad)
+    assert (update.client, update.examples, update.steps, memory) == (3, len(y), 1, {})
+    assert update.loss == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+def test_the_loop_is_a_plain_torch_loop(optimizer: str) -> None:
+    plan = plan_for(optimizer=optimizer, local_epochs=2, weight_decay=0.01)
+    sent = broadcast(plan, round=4)
+    update, _ = local_update(plan, sent, 2)
+    module = plan.module
+    module.load_state_dict(sent.model)
+    kinds: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, 1e-3, weight_decay=0.01),
+        "momentum": lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, weight_decay=0.01),
+        "adam": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.01),
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01),
+    }
+    plain = kinds[optimizer](module.parameters())
+    x, y = plan.client_data(2)
+    for rows in batches(len(y), 16, update.steps, plan.seeds.rng("batches", 4, 2)):
+        plain.zero_grad()
+        F.cross_entropy(module(x[rows]), y[rows]).backward()
+        plain.step()
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(update.model[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_persistent_moments_go_on_where_they_stopped() -> None:
+    """Two rounds of one client from each other's result equal one long round, batch order aside."""
+    plan = plan_for(optimizer="adam", client_state="persistent", local_steps=2, batch_size=1000)
+    first, memory = local_update(plan, broadcast(plan), 0)
+    assert {name.split(".")[1] for name in memory} == {"exp_avg", "exp_avg_sq", "step"}
+    second, _ = local_update(plan, Broadcast(2, first.model), 0, memory)
+    whole = plan_for(optimizer="adam", local_steps=4, batch_size=1000)
+    once, _ = local_update(whole, broadcast(whole), 0)
+    for name, tensor in once.model.items():
+        torch.testing.assert_close(second.model[name], tensor, rtol=1e-5, atol=1e-6)
+    fresh, _ = local_update(plan, Broadcast(2, first.model), 0)
+    assert tree.digest(fresh.model) != tree.digest(second.model)
+
+
+def test_a_slow_client_does_a_part_of_its_steps() -> None:
+    plan = plan_for(local_epochs=4)
+    whole, _ = local_update(plan, broadcast(plan), 1)
+    part, _ = local_update(plan, broadcast(plan), 1, work=0.5)
+    assert part.steps == whole.steps // 2
+
+
+def test_the_broadcast_is_left_alone_and_the_same_call_gives_the_same_bits() -> None:
+    plan = plan_for()
+    sent = broadcast(plan)
+    before = tree.digest(sent.model)
+    one, _ = local_update(plan, sent, 0)
+    two, _ = local_update(plan, sent, 0)
+    assert tree.digest(sent.model) == before
+    assert tree.digest(one.model) == tree.digest(two.model) != before
+
+
+class Noisy(nn.Module):
+    """Layers that draw from torch's global generator, that keep buffers, and that are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.frozen(self.body(x))
+        return out
+
+
+def test_dropout_is_keyed_buffers_travel_and_frozen_weights_stay() -> None:
+    plan = Plan.make(tiny(batch_size=1000), train=TRAIN, test=TEST, model=Noisy)
+    sent = broadcast(plan)
+    torch.manual_seed(1)
+    one, _ = local_update(plan, sent, 0)
+    torch.manual_seed(2)
+    two, _ = local_update(plan, sent, 0)
+    assert tree.digest(one.model) == tree.digest(two.model)
+    assert one.model["body.1.num_batches_tracked"] == 1
+    assert sent.model["body.1.num_batches_tracked"] == 0
+    assert not torch.equal(one.model["body.1.running_mean"], sent.model["body.1.running_mean"])
+    assert torch.equal(one.model["frozen.weight"], sent.model["frozen.weight"])

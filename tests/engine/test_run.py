@@ -1,0 +1,260 @@
+"""Whole runs: the same bits for any number of workers and after any resume; faults; files; one's own parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from problems import TEST, TRAIN, run_tiny, tiny
+from torch import nn
+
+import dynafed
+from dynafed import Config, Interrupted, UserError, tree
+from dynafed.engine import checkpoint
+from dynafed.engine.cohort import sample
+from dynafed.engine.plan import Plan
+from dynafed.engine.run import Progress, read_metrics
+
+
+def bits(result: dynafed.Result) -> str:
+    return tree.digest(result.state.model)
+
+
+def test_the_files_of_a_run(finished: dynafed.Result) -> None:
+    names = {entry.name for entry in finished.path.iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "summary.json", "checkpoint", "partition.json"}
+    records = read_metrics(finished.path)
+    assert records == finished.history
+    assert [record["round"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert {"accuracy", "loss", "train_loss", "seconds_local", "seconds_server", "clients", "lr"} <= set(records[0])
+    summary = json.loads((finished.path / "summary.json").read_text())
+    assert summary["final_accuracy"] == finished.final_accuracy == np.mean([r["accuracy"] for r in records[-5:]])
+    assert summary["final_std"] == pytest.approx(np.std([r["accuracy"] for r in records[-5:]]))
+    assert {"best", "rounds_to_target", "seconds", "peak_rss_mb", "versions"} <= set(summary)
+    shown = json.loads((finished.path / "partition.json").read_text())
+    assert np.sum(shown["counts"]) == 400
+
+
+def test_bytes_are_what_was_sent(finished: dynafed.Result) -> None:
+    model = tree.nbytes(finished.state.model)
+    assert all(record["bytes_up"] == record["bytes_down"] == 4 * model for record in finished.history)
+
+
+def test_the_result_s_model_predicts(finished: dynafed.Result) -> None:
+    with torch.no_grad():
+        right = finished.model(torch.from_numpy(TEST[0])).argmax(1).numpy() == TEST[1]
+    assert right.mean() == pytest.approx(finished.history[-1]["accuracy"])
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    result = run_tiny(tmp_path / "r", rounds=15, alpha=100.0, lr=0.02)
+    assert result.final_accuracy > 0.85
+
+
+@pytest.mark.parametrize("client_state", ["fresh", "persistent"])
+def test_the_same_bits_for_any_number_of_workers(tmp_path: Path, client_state: str) -> None:
+    runs = [run_tiny(tmp_path / str(n), workers=n, client_state=client_state, stragglers=0.3) for n in (1, 2, 4)]
+    assert len({bits(one) for one in runs}) == 1
+    timeless = [[{k: v for k, v in r.items() if "seconds" not in k} for r in one.history] for one in runs]
+    assert timeless[0] == timeless[1] == timeless[2]
+
+
+def test_another_seed_gives_another_run(tmp_path: Path, finished: dynafed.Result) -> None:
+    assert bits(run_tiny(tmp_path / "r", seed=1)) != bits(finished)
+
+
+class StopAfter(Progress):
+    """A progress that asks the run to stop, as Ctrl-C would."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def round(self, record: dict[str, Any], config: Config) -> None:
+        if record["round"] == self.last:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5])
+@pytest.mark.parametrize("memory", [0, 1024])
+def test_resume_ends_with_the_same_bits(tmp_path: Path, stop: int, memory: int) -> None:
+    changes = {"client_state": "persistent", "client_memory_mb": memory, "dropout": 0.2}
+    whole = run_tiny(tmp_path / "whole", **changes)
+    with pytest.raises(Interrupted, match="dynafed resume"):
+        dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=tmp_path / "cut", progress=StopAfter(stop))
+    assert not (tmp_path / "cut" / "summary.json").exists()
+    again = dynafed.resume(tmp_path / "cut", train=TRAIN, test=TEST, changes={"workers": 2})
+    assert bits(again) == bits(whole)
+    assert [r["accuracy"] for r in again.history] == [r["accuracy"] for r in whole.history]
+    assert again.final_accuracy == whole.final_accuracy
+
+
+def test_a_finished_run_resumes_to_itself_and_can_go_on_longer(tmp_path: Path) -> None:
+    short = run_tiny(tmp_path / "r", rounds=3)
+    assert bits(dynafed.resume(short.path, train=TRAIN, test=TEST)) == bits(short)
+    longer = dynafed.resume(short.path, train=TRAIN, test=TEST, changes={"rounds": 6})
+    assert bits(longer) == bits(run_tiny(tmp_path / "whole"))
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = run_tiny(tmp_path / "r", client_state="persistent")
+    (tmp_path / "r" / "summary.json").unlink()
+    newest, before = sorted((tmp_path / "r" / "checkpoint").iterdir(), reverse=True)
+    blob = bytearray((newest / "state.safetensors").read_bytes())
+    blob[len(blob) // 2] ^= 1
+    (newest / "state.safetensors").write_bytes(blob)
+    assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(whole)
+    assert "damaged" in caplog.text
+    for folder in (newest, before):
+        (folder / "state.json").write_text("{")
+    assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(whole)
+
+
+def test_a_damaged_client_state_falls_back_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = run_tiny(tmp_path / "r", client_state="persistent")
+    newest = max((tmp_path / "r" / "clients").glob("*/*-6.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(whole)
+    assert newest.name in caplog.text
+
+
+def test_old_checkpoints_and_client_states_are_deleted(tmp_path: Path) -> None:
+    run_tiny(tmp_path / "r", rounds=12, client_state="persistent", keep_checkpoints=2)
+    assert sorted(folder.name for folder in (tmp_path / "r" / "checkpoint").iterdir()) == [
+        "round-000010",
+        "round-000012",
+    ]
+    assert len(list((tmp_path / "r" / "clients").glob("*/*"))) <= 2 * 8
+
+
+def test_a_run_is_never_overwritten_nor_resumed_on_other_data(tmp_path: Path, finished: dynafed.Result) -> None:
+    with pytest.raises(UserError, match="already holds a run"):
+        dynafed.run(tiny(), train=TRAIN, test=TEST, out=finished.path)
+    with pytest.raises(UserError, match="other data"):
+        dynafed.resume(finished.path, train=TEST, test=TRAIN)
+    with pytest.raises(UserError, match="holds no run"):
+        dynafed.resume(tmp_path)
+    with pytest.raises(UserError, match="pass train= and test= again"):
+        dynafed.resume(finished.path)
+
+
+def test_a_run_in_a_thread_needs_no_signals(tmp_path: Path) -> None:
+    results: list[dynafed.Result] = []
+    thread = threading.Thread(target=lambda: results.append(run_tiny(tmp_path / "r", rounds=1)))
+    thread.start()
+    thread.join()
+    assert results[0].summary["rounds"] == 1
+
+
+def test_dropout_and_stragglers() -> None:
+    plan = Plan.make(tiny(clients=40, participation=1.0, dropout=0.3, stragglers=0.5), train=TRAIN, test=TEST)
+    cohorts = [sample(plan, round) for round in range(1, 26)]
+    dropped = sum(len(cohort.dropped) for cohort in cohorts)
+    slow = [work for cohort in cohorts for _, work in cohort.working if work < 1]
+    assert 0.25 < dropped / 1000 < 0.35
+    assert 0.3 < len(slow) / 1000 < 0.4
+    assert 0.4 < np.mean(slow) < 0.6
+    strict = Plan.make(tiny(stragglers=1.0, straggler_policy="drop"), train=TRAIN, test=TEST)
+    assert not sample(strict, 1).working
+
+
+def test_a_round_with_too_few_survivors_is_repeated_or_skipped(tmp_path: Path) -> None:
+    repeated = run_tiny(tmp_path / "a", dropout=0.6, min_survivors=3, max_repeats=100)
+    assert any(record["repeats"] for record in repeated.history)
+    assert all(len(record["clients"]) >= 3 for record in repeated.history)
+    skipped = run_tiny(tmp_path / "b", dropout=1.0, failed_round="skip", rounds=2)
+    assert all(record["skipped"] for record in skipped.history)
+    assert bits(skipped) == tree.digest(skipped.plan.initial_model())
+
+
+def test_diverging_clients_are_rejected_and_the_run_goes_on(tmp_path: Path) -> None:
+    x = TRAIN[0].copy()
+    x[:50] = 3e38
+    lists = [np.arange(50), *np.array_split(np.arange(50, 400), 7)]
+    config = tiny(participation=1.0, rounds=2, client_state="persistent")
+    result = dynafed.run(config, train=(x, TRAIN[1]), test=TEST, clients=lists, out=tmp_path / "r")
+    assert result.history[0]["rejected"][0]["client"] == 0
+    assert "NaN" in result.history[0]["rejected"][0]["reason"]
+    assert result.history[0]["clients"] == [1, 2, 3, 4, 5, 6, 7]
+    assert 0 not in result.state.clients.rounds
+    assert all(torch.isfinite(tensor).all() for tensor in result.state.model.values())
+
+
+def test_one_s_own_parts(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8), dtype=np.uint8)
+    labels = np.arange(60) % 3
+    result = dynafed.run(
+        tiny(rounds=1, batch_size=4),
+        model=lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes)),
+        train=(images, labels),
+        test=(images, labels),
+        clients=[range(0, 20), list(range(10, 40)), np.arange(40, 60)],
+        out=tmp_path / "r",
+    )
+    assert result.plan.config.clients == 3
+    assert isinstance(result.model, nn.Sequential)
+    with pytest.raises(UserError, match="pass it again"):
+        dynafed.resume(tmp_path / "r", train=(images, labels), test=(images, labels), clients=[range(60)] * 3)
+    with pytest.raises(UserError, match="pass clients= again"):
+        dynafed.resume(tmp_path / "r", train=(images, labels), test=(images, labels))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"train": TRAIN}, "give both"),
+        ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(5, 4)}, "can't take samples"),
+        ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(6, 9)}, r"not \(1, 4\)"),
+        ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(6, 4).requires_grad_(False)}, "no trainable"),
+        ({"train": TRAIN, "test": TEST, "clients": [[0, 1], [400]]}, "400"),
+    ],
+)
+def test_parts_that_don_t_fit_are_refused_before_round_1(tmp_path: Path, parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        dynafed.run(tiny(), out=tmp_path / "r", **parts)
+    assert not (tmp_path / "r").exists()
+
+
+def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not one of cpu"):
+        run_tiny(tmp_path / "r", device="tpu")
+    missing = "cuda" if not torch.cuda.is_available() else "mps"
+    with pytest.raises(UserError, match="finds none"):
+        run_tiny(tmp_path / "r", device=missing)
+
+
+def test_hold_outs_are_carved_before_the_split(tmp_path: Path) -> None:
+    plan = Plan.make(tiny(server_samples=40, validation_samples=60, evaluate="validation"), train=TRAIN, test=TEST)
+    everything = np.concatenate([plan.server_rows, plan.validation_rows, plan.partition.indices])
+    assert sorted(everything) == list(range(400))
+    assert len(plan.server_data()[1]) == 40
+    assert plan.evaluation_size() == 60
+    result = run_tiny(tmp_path / "r", validation_samples=60, evaluate="validation", rounds=1)
+    assert result.summary["evaluated_on"] == "validation"
+    with pytest.raises(UserError, match="takes its rows as given"):
+        dynafed.run(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(400)], out=tmp_path / "x")
+
+
+def test_target_and_rare_evaluation(tmp_path: Path) -> None:
+    result = run_tiny(tmp_path / "r", eval_every=4, target_accuracy=0.01)
+    assert [record["round"] for record in result.history if "accuracy" in record] == [4, 6]
+    assert result.summary["rounds_to_target"] == 4
+
+
+def test_a_lost_checkpoint_folder_starts_anew(tmp_path: Path) -> None:
+    plan = Plan.make(tiny(), train=TRAIN, test=TEST)
+    assert checkpoint.load(tmp_path, plan).round == 0
+
+
+def test_a_hundred_thousand_clients_cost_no_more_than_those_sampled(tmp_path: Path) -> None:
+    lists = np.arange(100_000)[:, None] % 390 + np.arange(10)
+    config = Config.load(None, {"clients": 100_000, "clients_per_round": 32, "rounds": 2, "mlp.width": 8, "workers": 1})
+    result = dynafed.run(config, train=TRAIN, test=TEST, clients=list(lists), out=tmp_path / "r")
+    assert result.plan.config.clients == 100_000
+    assert len(result.history[0]["clients"]) == 32

@@ -1,0 +1,151 @@
+"""The hook: a run folder may hold `report.json`, and the page shows what is in it. No code here knows its author.
+
+`report.json` is a list of blocks `{"title": ..., "text": ..., "kind": ..., "data": ...}`; `text` may be left out, and a
+block without `kind` is text alone. By kind, `data` is
+
+- `images`: `{"images": [{"src": ..., "caption": ...}]}`. `src` is a data URI (png, jpeg, gif or webp, base64) or the
+  path of a PNG inside the run folder, relative to it, which is put into the page. `"pixelated": true` keeps small
+  images crisp when they are enlarged.
+- `lines`: `{"x": [...], "series": {name: [...]}, "xlabel": ..., "ylabel": ...}`; null is a gap.
+- `bars`: `{"labels": [...], "series": {name: [...]}, "ylabel": ...}`.
+- `table`: `{"columns": [...], "rows": [[...], ...]}`, sortable by a click.
+
+`lines` and `bars` take `"format": "percent"`, `"seconds"` or `"bytes"` for the values (fractions, seconds, bytes).
+A block that can't be shown becomes a sentence that says why; it never breaks the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from dynafed.report.text import esc, number
+
+FORMATS = ("number", "percent", "seconds", "bytes")
+DATA_URI = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Unshowable(Exception):
+    """Why a block can't be shown."""
+
+
+def chart(kind: str, data: Any) -> dict[str, Any]:
+    """The chart of a `lines` or `bars` block."""
+    over = "x" if kind == "lines" else "labels"
+    along = _list(data, over)
+    if kind == "lines" and not all(_is_number(x) and math.isfinite(x) for x in along):
+        raise Unshowable("x must be numbers")
+    series = _get(data, "series", dict)
+    for name, values in series.items():
+        if not isinstance(values, list) or len(values) != len(along):
+            raise Unshowable(f"series '{name}' must have {len(along)} values, one for each of {over}")
+        if not all(value is None or _is_number(value) for value in values):
+            raise Unshowable(f"series '{name}' must be numbers")
+    spec = {
+        "kind": kind,
+        "xlabel": str(data.get("xlabel", "")),
+        "ylabel": str(data.get("ylabel", "")),
+        "format": data["format"] if data.get("format") in FORMATS else "number",
+    }
+    named = [(str(name), values) for name, values in series.items()]
+    if kind == "bars":
+        labels = [number(label) for label in along]
+        return spec | {"labels": labels, "series": [{"name": name, "y": values} for name, values in named]}
+    order = sorted(range(len(along)), key=lambda index: along[index])
+    x = [along[index] for index in order]
+    return spec | {
+        "series": [
+            {"name": name, "x": x, "y": [values[i] for i in order], "colour": place}
+            for place, (name, values) in enumerate(named)
+        ]
+    }
+
+
+def table(data: Any) -> str:
+    """The HTML of a `table` block."""
+    columns, rows = _list(data, "columns"), _list(data, "rows")
+    if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
+        raise Unshowable(f"each row must have {len(columns)} cells")
+    numeric = [all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(columns))]
+    return sortable([(esc(column), numeric[i]) for i, column in enumerate(columns)], [_cells(row) for row in rows])
+
+
+def sortable(
+    columns: list[tuple[str, bool]], rows: list[list[tuple[str, Any]]], *, style: str = "", down: int | None = None
+) -> str:
+    """A table that sorts by a click on a column; cells are (HTML, the value to sort by), columns (HTML, is numeric).
+
+    The rows are already in descending order of column `down`.
+    """
+    sort = ' aria-sort="descending"'
+    kind = [' class="num"' if numeric else "" for _, numeric in columns]
+    head = "".join(
+        f'<th scope="col"{kind[i]}{sort if i == down else ""}><button type="button">{name}</button></th>'
+        for i, (name, _) in enumerate(columns)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td{kind[i]} data-v="{esc("" if v is None else v)}">{text}</td>' for i, (text, v) in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="table">'
+        f'<table class="sortable {style}">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def images(data: Any, folder: Path) -> str:
+    """The HTML of an `images` block."""
+    shown = []
+    for image in _list(data, "images"):
+        source, caption = str(_get(image, "src", str)), esc(image.get("caption") or "")
+        shown.append(
+            f'<figure><img src="{esc(_inlined(source, folder))}" alt="{caption}">'
+            + (f"<figcaption>{caption}</figcaption>" if caption else "")
+            + "</figure>"
+        )
+    return f'<div class="images{" crisp" if data.get("pixelated") else ""}">{"".join(shown)}</div>'
+
+
+def paragraphs(text: Any) -> str:
+    """Plain text as HTML, with a blank line between paragraphs."""
+    return "".join(f"<p>{esc(part.strip())}</p>" for part in re.split(r"\n\s*\n", str(text)) if part.strip())
+
+
+def _inlined(source: str, folder: Path) -> str:
+    if source.startswith("data:"):
+        if not DATA_URI.fullmatch(source):
+            raise Unshowable("a data URI must be a base64 png, jpeg, gif or webp")
+        return source
+    home, path = folder.resolve(), (folder / source).resolve()
+    if not path.is_relative_to(home) or path.suffix.lower() != ".png" or not path.is_file():
+        raise Unshowable(f"'{source}' is not a PNG inside the run folder")
+    content = path.read_bytes()
+    if not content.startswith(PNG):
+        raise Unshowable(f"'{source}' is not a PNG")
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def _cells(row: list[Any]) -> list[tuple[str, Any]]:
+    return [(esc(number(cell)), cell) for cell in row]
+
+
+def _get(data: Any, key: str, kind: type) -> Any:
+    if not isinstance(data, dict) or not isinstance(data.get(key), kind):
+        raise Unshowable(f"data must have '{key}'")
+    return data[key]
+
+
+def _list(data: Any, key: str) -> list[Any]:
+    found: list[Any] = _get(data, key, list)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,150 @@
+"""What `page.js` draws, as plain data: one dict per chart, made from runs or groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynafed.report.groups import Group, cumulative, curve
+from dynafed.report.load import Partition, Run
+from dynafed.report.text import plural
+
+Spec = dict[str, Any]
+
+KNOWN = frozenset(
+    {"round", "accuracy", "accuracy_before_refine", "loss", "train_loss", "bytes_up", "bytes_down", "repeats"}
+    | {"seconds", "seconds_local", "seconds_server", "seconds_eval"}
+)
+"""Measures that the page has a place for; any other number in metrics.jsonl gets a small chart of its own."""
+
+AXES = {"traffic": ("bytes_up", "bytes_down"), "time": ("seconds_local", "seconds_server")}
+"""What a curve can be drawn against besides rounds: sums over all rounds so far."""
+
+TIMES = (("seconds_local", "clients"), ("seconds_server", "server"), ("seconds_eval", "evaluation"))
+
+
+def measured(run: Run, names: dict[str, str], **more: Any) -> Spec | None:
+    """Lines over rounds for the measures (by key, with a name) that the run has; the first is the main one."""
+    series = []
+    for place, (key, name) in enumerate(names.items()):
+        if run.values(key):
+            x, y = zip(*run.points(key), strict=True)
+            series.append({"name": name, "x": x, "y": y, "colour": place, "thin": place > 0})
+    return {"kind": "lines", "xlabel": "round", "series": series, **more} if series else None
+
+
+def compared(groups: Sequence[Group], key: str, **more: Any) -> Spec | None:
+    """One curve a group, the mean over seeds with its band."""
+    series = []
+    for place, group in enumerate(groups):
+        joined = curve(run.points(key) for run in group.runs)
+        if not joined.rounds:
+            continue
+        line: Spec = {"name": group.label, "x": joined.rounds, "y": joined.mean, "colour": place, "group": place}
+        if len(group.runs) > 1:
+            line |= {"low": joined.low, "high": joined.high, "n": joined.count, "of": len(group.runs)}
+        series.append(line | {"alt": _alternatives(group, joined.rounds)})
+    return {"kind": "lines", "xlabel": "round", "series": series, **more} if series else None
+
+
+def extra_keys(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
+    """Other numbers in the metrics: those that vary (to be drawn), and those that never do, with their value."""
+    seen: dict[str, set[float]] = {}
+    for run in runs:
+        for record in run.rounds:
+            for key, value in record.items():
+                if key not in KNOWN and isinstance(value, int | float) and not isinstance(value, bool):
+                    seen.setdefault(key, set()).add(value)
+    varying = [key for key, values in seen.items() if len(values) > 1]
+    return varying, {key: values.pop() for key, values in seen.items() if len(values) == 1}
+
+
+def timing(run: Run) -> Spec | None:
+    """Seconds of each round, stacked by where they went."""
+    kept = [record for record in run.rounds if any(record.get(key) is not None for key, _ in TIMES)]
+    if not kept:
+        return None
+    series = [
+        {"name": name, "y": [record.get(key) or 0 for record in kept], "colour": place}
+        for place, (key, name) in enumerate(TIMES)
+        if run.total(key)
+    ]
+    rest = [max(0.0, (r.get("seconds") or 0) - sum(r.get(key) or 0 for key, _ in TIMES)) for r in kept]
+    if sum(rest) > 0.02 * sum(r.get("seconds") or 0 for r in kept):
+        series.append({"name": "other", "y": rest, "colour": 6})
+    return {"kind": "stack", "x": [r["round"] for r in kept], "format": "seconds", "xlabel": "round", "series": series}
+
+
+def traffic(run: Run) -> Spec | None:
+    """Bytes of each round, where they vary."""
+    if not any(len(set(run.values(key))) > 1 for key in ("bytes_up", "bytes_down")):
+        return None
+    names = {"bytes_up": "up, from the clients", "bytes_down": "down, to the clients"}
+    return measured(run, names, format="bytes", zero=True)
+
+
+def heat(partition: Partition) -> Spec:
+    """Who holds which classes."""
+    return {
+        "kind": "heat",
+        "classes": partition.classes,
+        "names": partition.names,
+        "shown": partition.shown,
+        "counts": partition.counts,
+    }
+
+
+EVENTS = {"dropped": 4, "rejected": 1, "repeated": 0, "skipped": 3, "not finite": 6}
+"""What can go wrong in a round, with the colour of its marks."""
+
+
+def mishaps(record: Mapping[str, Any]) -> dict[str, int]:
+    """How often each of `EVENTS` happened in a round; what didn't happen is left out."""
+    count = {
+        "dropped": len(record.get("dropped") or ()),
+        "rejected": len(record.get("rejected") or ()),
+        "repeated": int(record.get("repeats") or 0),
+        "skipped": int(bool(record.get("skipped"))),
+        "not finite": int(any(key in record and record[key] is None for key in ("loss", "train_loss"))),
+    }
+    return {name: n for name, n in count.items() if n}
+
+
+def events(run: Run) -> Spec | None:
+    """When clients were lost, updates rejected, rounds repeated or skipped."""
+    seen = [(record["round"], mishaps(record)) for record in run.rounds]
+    rows = []
+    for name, colour in EVENTS.items():
+        hits = [(round, count[name]) for round, count in seen if name in count]
+        if hits:
+            rows.append({"name": name, "x": [x for x, _ in hits], "n": [n for _, n in hits], "colour": colour})
+    ends = [seen[0][0], seen[-1][0]] if seen else []
+    return {"kind": "events", "ends": ends, "xlabel": "round", "rows": rows} if rows else None
+
+
+def described(title: str, spec: Spec) -> str:
+    """The chart in a sentence, for those who don't see it."""
+    if spec["kind"] != "lines":
+        return title
+    parts = []
+    for line in spec["series"][:8]:
+        values = [value for value in line["y"] if value is not None]
+        if values:
+            scale, unit = (100, " %") if spec.get("format") == "percent" else (1, "")
+            first, last, low, high = (
+                f"{scale * v:.4g}{unit}" for v in (values[0], values[-1], min(values), max(values))
+            )
+            parts.append(f"{line['name']} from {first} to {last}, lowest {low}, highest {high}")
+    points = max((len(line["x"]) for line in spec["series"]), default=0)
+    return f"{title}, line chart over {plural(points, 'point')}. {'; '.join(parts)}"
+
+
+def _alternatives(group: Group, rounds: Sequence[int]) -> dict[str, list[float | None]]:
+    found = {}
+    for axis, keys in AXES.items():
+        sums = [cumulative(run, keys) for run in group.runs]
+        if all(sums):
+            joined = curve(points for points in sums if points)
+            at = dict(zip(joined.rounds, joined.mean, strict=True))
+            found[axis] = [at.get(round) for round in rounds]
+    return found

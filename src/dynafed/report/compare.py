@@ -1,0 +1,259 @@
+"""The page of several runs: groups of seeds against each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from dynafed.report import blocks, charts
+from dynafed.report.groups import Group, common, differing, group_runs, partitions
+from dynafed.report.load import LAST, Run
+from dynafed.report.page import Page
+from dynafed.report.parts import event_sentence, grid, notes, partition_parts, settings, setup, verdict, words
+from dynafed.report.text import NONE, duration, esc, listed, percent, plural, setting, size, spread
+
+TASK = ("dataset", "evaluate", "partition", "alpha", "classes_per_client", "clients", "server_samples")
+"""Runs that differ in one of these solve different tasks: their accuracies aren't ranked against each other."""
+
+MOST_TASKS = 8
+
+
+def compare_page(runs: Sequence[Run], base: Path) -> str:
+    """The page of several runs."""
+    groups = group_runs(runs)
+    same = common([run.config for run in runs])
+    where = f" on {same['dataset']}" if "dataset" in same else ""
+    what = f"{plural(len(groups), 'method' if _only_methods(groups) else 'setting')}{where}"
+    if len(groups) == 1:
+        what = f"{groups[0].label}{where}, {plural(len(runs), 'seed')}"
+    page = Page(f"{what}: dynafed report", base)
+    unfinished = sum(not run.finished for run in runs)
+    badge = f' <span class="badge">{unfinished} of {len(runs)} runs unfinished</span>' if unfinished else ""
+    left_out = "".join(notes(run, f"{run.path.name}: ") for run in runs)
+    page.add(
+        f'<header><p class="eyebrow">dynafed · {esc(plural(len(runs), "run"))}</p><h1>{esc(what)}{badge}</h1>'
+        f"{_ranking(groups)}"
+        f'<p class="setup">{esc(setup(same))}</p>{left_out}</header>'
+    )
+    page.add(_legend(groups))
+    page.section("Results", _result_table(groups), f'<p class="fine">{esc(_fine_print(groups))}</p>')
+    page.section("Learning", _axis_switch(groups), grid(*_compared_learning(page, groups)))
+    page.section("Cost of a round", _cost_bars(groups))
+    page.section("Who holds which classes", *partition_parts(page, partitions(runs)))
+    varying, _ = charts.extra_keys(runs)
+    keys = ["accuracy_before_refine", "train_loss", *varying]
+    page.section(
+        "Other measures",
+        grid(
+            *(page.chart(charts.compared(groups, k, format=_format(k)), words(k), small=True) for k in keys),
+            style="small",
+        ),
+    )
+    page.section("Runs", *_run_details(page, groups))
+    return page.html()
+
+
+def _compared_learning(page: Page, groups: Sequence[Group]) -> list[str]:
+    targets = {run.target for group in groups for run in group.runs}
+    target = targets.pop() if len(targets) == 1 else None
+    marks = [{"y": target, "label": f"target {percent(target, 0)}"}] if target else []
+    return [
+        page.chart(
+            charts.compared(groups, "accuracy", format="percent", marks=marks, direct=True),
+            "Accuracy",
+            _band_note(groups),
+            wide=True,
+        ),
+        page.chart(charts.compared(groups, "loss", log="auto", direct=True), "Loss", wide=True),
+    ]
+
+
+def _ranking(groups: Sequence[Group]) -> str:
+    """Who ends highest, by how much, and whether the seeds say so; one line for each task."""
+    keys = [key for key in differing([group.runs[0].config for group in groups]) if key in TASK]
+    tasks: dict[str, list[Group]] = {}
+    for group in groups:
+        config = group.runs[0].config
+        said = [f"{key}={setting(config[key])}" for key in keys if key in config]
+        short = group.label
+        for part in said:
+            short = short.replace(f", {part}", "")
+        tasks.setdefault(", ".join(said), []).append(replace(group, label=short))
+    if len(tasks) == 1:
+        text = _leader(groups)
+        return f'<p class="verdict">{text}</p>'
+    lines = [f"<li>{esc(task)}: {_leader(inside)}</li>" for task, inside in tasks.items()]
+    more = f"<li>and {len(lines) - MOST_TASKS} more</li>" if len(lines) > MOST_TASKS else ""
+    return f'<ul class="verdict">{"".join(lines[:MOST_TASKS])}{more}</ul>'
+
+
+def _leader(groups: Sequence[Group]) -> str:
+    scored = [(*group.over_seeds(lambda run: run.final), group) for group in groups]
+    ranked = sorted(((m, s, g) for m, s, g in scored if m is not None), key=lambda entry: -entry[0])
+    if not ranked:
+        return "no accuracy yet."
+    mean, std, top = ranked[0]
+    so_far = "" if all(group.finished for group in groups) else " so far"
+    over = f"over {plural(len(top.runs), 'seed')}" if len(top.runs) > 1 else "with one seed"
+    if len(groups) == 1:
+        return f"<b>{spread(mean, std)}</b> final accuracy{so_far} {over}."
+    text = f"<b>{esc(top.label)}</b> ends highest{so_far}: <b>{spread(mean, std)}</b> {over}"
+    if len(ranked) > 1:
+        second, second_std, runner_up = ranked[1]
+        gap = mean - second
+        text += f", {100 * gap:.2f} points above {esc(runner_up.label)} ({spread(second, second_std)})"
+        if std is None or second_std is None:
+            text += "; one seed doesn’t tell how sure that is"
+        elif gap < std + second_std:
+            text += "; that lead is within the spread of the seeds"
+    return text + "."
+
+
+def _legend(groups: Sequence[Group]) -> str:
+    keys = "".join(
+        f'<button type="button" class="key" data-group="{place}" aria-pressed="true" style="{_colour(place)}">'
+        f'<i class="d{place // 8 % 3}" aria-hidden="true"></i>{esc(group.label)}</button>'
+        for place, group in enumerate(groups)
+    )
+    hint = '<span class="hint">click to hide, double-click to see one alone</span>'
+    return f'<nav class="legend" aria-label="curves">{keys}{hint}</nav>' if len(groups) > 1 else ""
+
+
+def _result_table(groups: Sequence[Group]) -> str:
+    aim = any(run.target for group in groups for run in group.runs)
+    columns = [("Setting", False), ("Seeds", False), ("Final accuracy", True), ("Best", True)]
+    columns += [("Rounds to target", True)] if aim else []
+    columns += [("Up a round", True), ("Down a round", True), ("Server a round", True), ("Clients a round", True)]
+    rows = []
+    for place, group in enumerate(groups):
+        mean, std = group.over_seeds(lambda run: run.final)
+        best, _ = group.over_seeds(lambda run: run.best[1] if run.best else None)
+        done = "" if group.finished else ' <span class="badge">unfinished</span>'
+        swatch = f'<i class="swatch d{place // 8 % 3}" style="{_colour(place)}" aria-hidden="true"></i>'
+        row: list[tuple[str, Any]] = [
+            (f"{swatch}{esc(group.label)}{done}", group.label),
+            (esc(listed(group.seeds)), len(group.seeds)),
+            (f"<b>{spread(mean, std)}</b>", mean),
+            (percent(best), best),
+        ]
+        if aim:
+            row.append(_reached(group))
+        for key in ("bytes_up", "bytes_down"):
+            row.append(_cell(group, key, size))
+        for key in ("seconds_server", "seconds_local"):
+            row.append(_cell(group, key, duration))
+        rows.append(row)
+    rows.sort(key=lambda row: -(row[2][1] or 0))
+    return blocks.sortable([(esc(name), numeric) for name, numeric in columns], rows, style="results", down=2)
+
+
+def _cell(group: Group, key: str, show: Any) -> tuple[str, float | None]:
+    mean = _a_round(group, key)
+    return show(mean), mean
+
+
+def _a_round(group: Group, key: str) -> float | None:
+    return group.over_seeds(lambda run: run.a_round(key))[0]
+
+
+def _reached(group: Group) -> tuple[str, float | None]:
+    mean, _ = group.over_seeds(lambda run: run.rounds_to_target)
+    hits = sum(run.rounds_to_target is not None for run in group.runs)
+    if mean is None:
+        return ("not reached" if any(run.target for run in group.runs) else NONE), None
+    return f"{mean:.0f}" + (f" ({hits} of {len(group.runs)})" if hits < len(group.runs) else ""), mean
+
+
+def _fine_print(groups: Sequence[Group]) -> str:
+    text = f"Final accuracy is the mean of the last {LAST} evaluated rounds of each run"
+    if any(len(group.runs) > 1 for group in groups):
+        text += "; then mean ± sample standard deviation over seeds. Best is the mean of the seeds’ best rounds"
+    text += ". Times are wall clock on the machine of the run."
+    if any(len(set(group.seeds)) < len(group.seeds) for group in groups):
+        text += " Some runs share setting and seed: they are not independent."
+    if any(not group.finished for group in groups):
+        text += " Unfinished runs count with what they have so far."
+    return text
+
+
+def _band_note(groups: Sequence[Group]) -> str:
+    sizes = {len(group.runs) for group in groups}
+    if max(sizes) == 1:
+        return ""
+    bands = ["± one standard deviation"] if max(sizes) > 2 else []
+    bands += ["the range of two seeds"] if 2 in sizes else []
+    return f"mean over seeds; band: {' or '.join(bands)}"
+
+
+def _axis_switch(groups: Sequence[Group]) -> str:
+    whole = [
+        axis for axis, keys in charts.AXES.items() if all(r.values(k) for g in groups for r in g.runs for k in keys)
+    ]
+    if not whole:
+        return ""
+    names = {"round": "rounds", "traffic": "traffic", "time": "time of clients and server"}
+    buttons = "".join(
+        f'<button type="button" data-axis="{axis}" aria-pressed="{str(axis == "round").lower()}">{names[axis]}</button>'
+        for axis in ("round", *whole)
+    )
+    return f'<p class="switch" role="group" aria-label="horizontal axis">against {buttons}</p>'
+
+
+def _cost_bars(groups: Sequence[Group]) -> str:
+    means = [[_a_round(group, key) or 0 for key, _ in charts.TIMES] for group in groups]
+    longest = max(map(sum, means))
+    if not longest:
+        return ""
+    rows = []
+    for group, parts in zip(groups, means, strict=True):
+        bars = "".join(
+            f'<i style="width:{100 * value / longest:.2f}%;{_colour(place)}" title="{name} {duration(value)}"></i>'
+            for place, ((_, name), value) in enumerate(zip(charts.TIMES, parts, strict=True))
+            if value
+        )
+        rows.append(
+            f'<tr><th scope="row">{esc(group.label)}</th><td class="bar"><span>{bars}</span></td>'
+            f'<td class="num">{duration(sum(parts))}</td></tr>'
+        )
+    key = "".join(
+        f'<span style="{_colour(place)}"><i aria-hidden="true"></i>{name}</span>'
+        for place, (_, name) in enumerate(charts.TIMES)
+        if any(parts[place] for parts in means)
+    )
+    return f'<p class="bar-key">{key}</p><table class="bars">{"".join(rows)}</table>'
+
+
+def _run_details(page: Page, groups: Sequence[Group]) -> list[str]:
+    runs = [run for group in groups for run in group.runs]
+    marked = differing([run.config for run in runs])
+    parts = []
+    for group in groups:
+        for run in group.runs:
+            relative = os.path.relpath(run.path, page.base)
+            own = "report.html" if (run.path / "report.html").is_file() else ""
+            link = f'<a href="{esc(quote(os.path.join(relative, own)))}">{esc(relative)}</a>'
+            badge = "" if run.finished else ' <span class="badge">unfinished</span>'
+            extra = "".join(page.block(block, run.path, "h3") for block in run.blocks)
+            parts.append(
+                f"<details><summary>{esc(group.label)}, seed {esc(run.config.get('seed', '?'))}: "
+                f"{percent(run.final)}{badge}</summary>"
+                f"<p>{verdict(run)} {esc(event_sentence(run))} Folder: {link}</p>"
+                f"{settings(run, mark=marked)}{extra}</details>"
+            )
+    return parts
+
+
+def _colour(place: int) -> str:
+    return f"--c:var(--c{place % 8})"
+
+
+def _format(key: str) -> str:
+    return "percent" if key.startswith("accuracy") else "number"
+
+
+def _only_methods(groups: Sequence[Group]) -> bool:
+    return len({group.runs[0].config.get("method") for group in groups}) == len(groups)

@@ -1,0 +1,211 @@
+"""Run folders, read into a plain structure. Whatever a killed run left half written is skipped, and said."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynafed.errors import UserError
+
+DEPTH = 3
+"""How many levels below a given folder runs are looked for."""
+
+LAST = 5
+"""The final accuracy is the mean over this many last evaluated rounds."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How many samples of each class the shown clients hold."""
+
+    classes: int
+    clients: int
+    shown: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder: its flat config (`mlp.width`), its rounds in order, and what else it holds."""
+
+    path: Path
+    config: Mapping[str, Any]
+    rounds: tuple[Mapping[str, Any], ...]
+    summary: Mapping[str, Any] | None = None
+    partition: Partition | None = None
+    blocks: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.summary is not None
+
+    def points(self, key: str) -> list[tuple[int, float | None]]:
+        """(round, value) wherever `key` was measured; None where the value wasn't finite."""
+        return [(record["round"], record[key]) for record in self.rounds if key in record]
+
+    def values(self, key: str) -> list[float]:
+        """The finite values of `key`, in the order of rounds."""
+        return [value for _, value in self.points(key) if value is not None]
+
+    def total(self, key: str) -> float | None:
+        """The sum of `key` over all rounds, None where it was never measured."""
+        values = self.values(key)
+        return sum(values) if values else None
+
+    def a_round(self, key: str) -> float | None:
+        """The mean of `key` over the rounds that have it."""
+        values = self.values(key)
+        return statistics.fmean(values) if values else None
+
+    @property
+    def final(self) -> float | None:
+        """The final accuracy: of the summary, else the mean of the last evaluated rounds so far."""
+        return self._told("final_accuracy", lambda last: statistics.fmean(last))
+
+    @property
+    def final_std(self) -> float | None:
+        """The standard deviation behind `final`."""
+        return self._told("final_std", lambda last: statistics.pstdev(last))
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """(round, accuracy) of the best evaluated round."""
+        seen = [(value, -round) for round, value in self.points("accuracy") if value is not None]
+        value, round = max(seen, default=(None, 0))
+        return None if value is None else (-round, value)
+
+    @property
+    def target(self) -> float | None:
+        """The accuracy that the run was to reach, if one was set."""
+        target = (self.summary or {}).get("target_accuracy") or self.config.get("target_accuracy")
+        return float(target) if target else None
+
+    @property
+    def rounds_to_target(self) -> int | None:
+        """The first round that reached the target."""
+        target = self.target
+        reached = (round for round, value in self.points("accuracy") if value is not None and value >= (target or 0))
+        return None if target is None else next(reached, None)
+
+    def _told(self, key: str, else_from: Any) -> float | None:
+        told = (self.summary or {}).get(key)
+        if isinstance(told, int | float) and math.isfinite(told):
+            return float(told)
+        last = self.values("accuracy")[-LAST:]
+        return float(else_from(last)) if last else None
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run folders among `paths` and, for a folder that is none itself, inside it; each once, in order."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"no such folder: {path}")
+        inside = list(_inside(path, DEPTH))
+        if not inside:
+            raise UserError(
+                f"{path} is not a run folder and holds none: a run has config.toml and metrics.jsonl, partition.json or"
+                " summary.json"
+            )
+        for run in inside:
+            found.setdefault(run.resolve(), run)
+    if not found:
+        raise UserError("no run folder given")
+    return list(found.values())
+
+
+def load_run(path: Path) -> Run:
+    """Read one run folder."""
+    notes: list[str] = []
+    try:
+        config = flatten(tomllib.loads((path / "config.toml").read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / 'config.toml'} can't be read: {error}") from None
+    summary = _json(path / "summary.json", notes)
+    blocks = _json(path / "report.json", notes)
+    return Run(
+        path=path,
+        config=config,
+        rounds=_rounds(path / "metrics.jsonl", notes),
+        summary=summary if isinstance(summary, dict) else None,
+        partition=_partition(_json(path / "partition.json", notes), notes),
+        blocks=tuple(blocks if isinstance(blocks, list) else [] if blocks is None else [blocks]),
+        notes=tuple(notes),
+    )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _inside(path: Path, depth: int) -> Iterator[Path]:
+    if (path / "config.toml").is_file() and any(
+        (path / name).is_file() for name in ("metrics.jsonl", "partition.json", "summary.json")
+    ):
+        yield path
+    elif depth and path.is_dir():
+        for child in sorted(path.iterdir()):
+            if child.is_dir():
+                yield from _inside(child, depth - 1)
+
+
+def _json(path: Path, notes: list[str]) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        notes.append(f"{path.name} is not valid JSON and was left out")
+        return None
+
+
+def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """The rounds in order. A round that stands twice (a resumed run) counts as it was last written."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    rounds: dict[int, dict[str, Any]] = {}
+    broken = 0
+    for index, line in enumerate(lines):
+        try:
+            record = flatten(json.loads(line))
+            rounds[int(record["round"])] = {key: _finite(value) for key, value in record.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # The last line is cut short when a run is killed while it writes: that is no damage.
+            broken += bool(line.strip()) and index < len(lines) - 1
+    if broken:
+        notes.append(f"metrics.jsonl has {broken} unreadable line{'s' * (broken > 1)}, left out")
+    return tuple(rounds[index] for index in sorted(rounds))
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _partition(raw: Any, notes: list[str]) -> Partition | None:
+    if raw is None:
+        return None
+    try:
+        names = tuple(str(name) for name in raw.get("names") or ())
+        counts = tuple(tuple(int(count) for count in row) for row in raw["counts"])
+        shown = tuple(int(client) for client in raw.get("shown") or range(len(counts)))
+        classes = int(raw["classes"])
+        if len(shown) != len(counts) or any(len(row) != classes for row in counts):
+            raise ValueError("shapes differ")
+        return Partition(
+            classes, int(raw.get("clients", len(shown))), shown, counts, names if len(names) == classes else ()
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        notes.append("partition.json does not hold what it should and was left out")
+        return None

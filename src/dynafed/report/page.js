@@ -1,0 +1,497 @@
+(() => {
+  "use strict";
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const tipBox = document.getElementById("tip");
+  const hidden = new Set(); // groups that the legend switched off
+  const probes = new Map(); // plot -> how to read values from it
+  let axis = "round";
+  let order = "main";
+
+  // ---- small helpers
+
+  const svgElement = (tag, attributes, parent, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(name, value);
+    if (text !== undefined) made.textContent = text;
+    parent?.append(made);
+    return made;
+  };
+  const element = (tag, className, parent, text) => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    parent?.append(made);
+    return made;
+  };
+  const colour = place => `--c:var(--c${place % 8})`;
+  const dash = place => [undefined, "7 4", "2 4"][Math.floor(place / 8) % 3];
+  const extent = values => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+  const known = values => values.filter(v => v !== null && v !== undefined);
+  const width = text => text.length * 6.7;
+  const nearest = (xs, x) => {
+    let low = 0, high = xs.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < x) low = middle; else high = middle;
+    }
+    return high >= 0 && x - xs[low] > xs[high] - x ? high : low;
+  };
+
+  // ---- numbers as a reader wants them
+
+  const UNITS = { bytes: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]], seconds: [[3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"]] };
+  const unitFor = (format, most) => {
+    if (format === "percent") return { of: 0.01, name: "\u202f%" };
+    const units = UNITS[format];
+    if (!units) return { of: 1, name: "" };
+    const [of, name] = units.find(([of]) => most >= of * (format === "seconds" && of >= 60 ? 2 : 1)) ?? units.at(-1);
+    return { of, name: `\u202f${name}` };
+  };
+  const plain = v => {
+    const size = Math.abs(v);
+    if (size && (size < 1e-3 || size >= 1e7)) return v.toExponential(3).replace(/\.?0+e/, "e");
+    return (+v.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 8 });
+  };
+  const shown = (v, format) => {
+    if (v === null || v === undefined) return "–";
+    const unit = unitFor(format, Math.abs(v));
+    return (format === "percent" ? (v / unit.of).toFixed(2) : unit.name ? String(+(v / unit.of).toPrecision(3)) : plain(v)) + unit.name;
+  };
+  const stepFor = (span, count) => {
+    const rough = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(rough));
+    return [1, 2, 5, 10].map(m => m * power).find(step => step >= rough * 0.999);
+  };
+
+  /** Round limits and ticks of an axis; `tight` keeps the limits at the data. */
+  const scaleFor = (low, high, { count, format, tight, whole, log }) => {
+    if (low === high) [low, high] = tight ? [low - 0.5, high + 0.5] : [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+    if (log) {
+      const ends = [Math.log10(low), Math.log10(high)];
+      const pad = (ends[1] - ends[0]) * 0.04;
+      const marks = ends[1] - ends[0] > 2.5 ? [1] : [1, 2, 5];
+      const ticks = [];
+      for (let p = Math.floor(ends[0]); p <= ends[1]; p++) for (const m of marks) ticks.push(m * 10 ** p);
+      const inside = ticks.filter(t => Math.log10(t) >= ends[0] - pad && Math.log10(t) <= ends[1] + pad);
+      return { low: ends[0] - pad, high: ends[1] + pad, at: Math.log10, ticks: inside.map(v => ({ v, text: plain(v) })) };
+    }
+    const unit = unitFor(format, Math.max(Math.abs(low), Math.abs(high)));
+    let step = stepFor((high - low) / unit.of, count);
+    if (whole) step = Math.max(1, step);
+    const [from, to] = [low / unit.of / step, high / unit.of / step];
+    const [first, last] = tight ? [Math.ceil(from - 1e-9), Math.floor(to + 1e-9)] : [Math.floor(from + 1e-9), Math.ceil(to - 1e-9)];
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    const ticks = [];
+    for (let i = first; i <= last; i++) {
+      const value = i * step || 0; // never -0
+      const text = digits > 4 ? plain(value) : Math.abs(value) >= 1e6 ? value.toExponential(1).replace(".0e", "e")
+        : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+      ticks.push({ v: value * unit.of, text: text + (value || format !== "bytes" ? unit.name : "") });
+    }
+    return tight ? { low, high, at: v => v, ticks } : { low: first * step * unit.of, high: last * step * unit.of, at: v => v, ticks };
+  };
+
+  /** An empty chart with its axes: returns the svg and the functions from values to pixels. */
+  const frame = (box, { height, x, y, right = 14, top = 10, left, xlabel = "" }) => {
+    const total = box.clientWidth;
+    left ??= Math.max(30, ...y.ticks.map(tick => width(tick.text) + 8));
+    const bottom = xlabel ? 42 : 30;
+    const inner = { left, top, right: total - right, bottom: height - bottom };
+    const svg = svgElement("svg", { viewBox: `0 0 ${total} ${height}`, "aria-hidden": "true" }, box);
+    const px = v => inner.left + (x.at(v) - x.low) / (x.high - x.low) * (inner.right - inner.left);
+    const py = y && (v => inner.bottom - (y.at(v) - y.low) / (y.high - y.low) * (inner.bottom - inner.top));
+    for (const tick of y?.ticks ?? []) {
+      svgElement("line", { class: "rule", x1: inner.left, x2: inner.right, y1: py(tick.v), y2: py(tick.v) }, svg);
+      svgElement("text", { x: inner.left - 7, y: py(tick.v) + 4, "text-anchor": "end" }, svg, tick.text);
+    }
+    svgElement("line", { class: "axis", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }, svg);
+    for (const tick of x.ticks) {
+      const at = px(tick.v);
+      svgElement("line", { class: "axis", x1: at, x2: at, y1: inner.bottom, y2: inner.bottom + 4 }, svg);
+      svgElement("text", { x: at, y: inner.bottom + 18, "text-anchor": "middle" }, svg, tick.text);
+    }
+    svgElement("text", { x: (inner.left + inner.right) / 2, y: inner.bottom + 35, "text-anchor": "middle" }, svg, xlabel);
+    return { svg, px, py, inner };
+  };
+
+  const keys = (box, entries, shape = "") => {
+    if (entries.length < 2) return;
+    const list = element("ul", "keys", box);
+    for (const entry of entries) {
+      const item = element("li", "", list);
+      item.style.cssText = colour(entry.colour);
+      element("i", `${shape} ${entry.thin ? "thin" : ""} d${Math.floor(entry.colour / 8) % 3}`, item);
+      item.append(entry.name);
+    }
+  };
+
+  /** An SVG path through the points; a null is a gap, and a lone point a dot. */
+  const path = points => {
+    let text = "", alone = false, pen = false;
+    for (const point of points) {
+      if (!point) {
+        if (alone) text += "h0";
+        pen = false;
+        continue;
+      }
+      text += `${pen ? "L" : "M"}${point[0].toFixed(1)},${point[1].toFixed(1)}`;
+      alone = !pen;
+      pen = true;
+    }
+    return alone && pen ? `${text}h0` : text;
+  };
+
+  // ---- reading values: pointer, touch and arrow keys
+
+  const showTip = (clientX, clientY, title, rows) => {
+    tipBox.replaceChildren();
+    element("strong", "", tipBox, title);
+    for (const row of rows) {
+      const line = element("p", "", tipBox);
+      if (row.colour !== undefined) element("i", "", line).style.cssText = colour(row.colour);
+      element("span", "", line, row.name);
+      element("b", "", line, row.value);
+      if (row.note) element("small", "", line, row.note);
+    }
+    tipBox.hidden = false;
+    const size = tipBox.getBoundingClientRect();
+    const flip = clientX + 16 + size.width > innerWidth - 8;
+    tipBox.style.left = `${Math.max(8, flip ? clientX - 16 - size.width : clientX + 16)}px`;
+    tipBox.style.top = `${Math.max(8, Math.min(clientY - size.height / 2, innerHeight - size.height - 8))}px`;
+  };
+
+  /** Let a chart be read along x: `stops` are the x values, `rowsAt(i)` what stands there. */
+  const readAlong = (box, { svg, px, inner }, stops, titleAt, rowsAt) => {
+    const cross = svgElement("line", { class: "cross", y1: inner.top, y2: inner.bottom, visibility: "hidden" }, svg);
+    const dots = svgElement("g", {}, svg);
+    const places = stops.map(px);
+    let current = -1;
+    const go = (index, clientY) => {
+      current = Math.max(0, Math.min(stops.length - 1, index));
+      const x = places[current], bounds = svg.getBoundingClientRect(), zoom = bounds.width / svg.viewBox.baseVal.width;
+      cross.setAttribute("x1", x);
+      cross.setAttribute("x2", x);
+      cross.setAttribute("visibility", "visible");
+      const rows = rowsAt(current);
+      dots.replaceChildren();
+      for (const row of rows) if (row.at) svgElement("circle", { class: "dot", r: 4, cx: row.at[0], cy: row.at[1], style: colour(row.colour) }, dots);
+      showTip(bounds.left + x * zoom, clientY ?? bounds.top + bounds.height / 3, titleAt(current), rows);
+    };
+    probes.set(box, {
+      at: (clientX, clientY) => {
+        const bounds = svg.getBoundingClientRect();
+        go(nearest(places, (clientX - bounds.left) * svg.viewBox.baseVal.width / bounds.width), clientY);
+      },
+      step: by => go(by === -Infinity ? 0 : by === Infinity ? stops.length - 1 : current < 0 ? (by > 0 ? 0 : stops.length - 1) : current + by),
+      hide: () => {
+        cross.setAttribute("visibility", "hidden");
+        dots.replaceChildren();
+        current = -1;
+      },
+    });
+  };
+
+  // ---- the kinds of chart
+
+  const AXES = { round: {}, traffic: { label: "traffic so far", format: "bytes" }, time: { label: "time so far", format: "seconds" } };
+
+  const lines = (box, spec) => {
+    const useAxis = axis !== "round" && spec.series.every(line => line.alt?.[axis]) ? axis : "round";
+    const series = spec.series.filter(line => !hidden.has(line.group)).map(line => ({ ...line, x: useAxis === "round" ? line.x : line.alt[useAxis] }));
+    const ys = known(series.flatMap(line => [...line.y, ...(line.low ?? []), ...(line.high ?? []), ...(spec.marks ?? []).map(mark => mark.y)]));
+    if (!ys.length) return void element("p", "hint", box, "nothing to draw");
+    const grouped = spec.series[0].group !== undefined;
+    if (!grouped) keys(box, series);
+    let [low, high] = extent(ys);
+    if (spec.format === "percent") [low, high] = [Math.max(0, low), Math.min(1, high)];
+    const sorted = [...ys].sort((a, b) => a - b);
+    const log = spec.log === "auto" && low > 0 && high / sorted[sorted.length >> 1] > 25;
+    if (!log && low > 0 && (spec.zero || low < 0.35 * high)) low = 0;
+    const height = spec.small ? 180 : grouped ? Math.round(Math.max(250, Math.min(380, box.clientWidth * 0.4))) : 290;
+    const [first, last] = extent(known(series.flatMap(line => line.x)));
+    const labels = spec.direct && grouped && series.length > 1 && series.length <= 10 && box.clientWidth > 700 && series.every(line => line.name.length <= 32);
+    const right = labels ? Math.max(...series.map(line => width(line.name))) + 22 : 14;
+    const x = scaleFor(useAxis === "round" ? first : Math.min(first, 0), last, {
+      count: Math.max(2, (box.clientWidth - right) / (spec.small ? 70 : 90)), tight: true,
+      whole: spec.xlabel === "round" && useAxis === "round", format: AXES[useAxis].format,
+    });
+    const y = scaleFor(low, high, { count: spec.small ? 3 : 5, format: spec.format, log });
+    const area = frame(box, { height, x, y, right, xlabel: AXES[useAxis].label ?? spec.xlabel ?? "" });
+    const { svg, px, py, inner } = area;
+    if (log) svgElement("text", { x: inner.right, y: inner.top + 4, "text-anchor": "end" }, svg, "log scale");
+    for (const mark of spec.marks ?? []) {
+      svgElement("line", { class: "mark", x1: inner.left, x2: inner.right, y1: py(mark.y), y2: py(mark.y) }, svg);
+    }
+    for (const line of series) {
+      if (!line.low) continue;
+      const at = line.x.map((v, i) => [px(v), py(Math.max(line.low[i], log ? low : -Infinity)), py(line.high[i])]);
+      const edge = [...at.map(p => [p[0], p[2]]), ...at.reverse().map(p => [p[0], p[1]])];
+      svgElement("path", { class: "band", style: colour(line.colour), d: `${path(edge)}Z` }, svg);
+    }
+    for (const line of [...series].reverse()) {
+      const style = { style: colour(line.colour), "stroke-dasharray": dash(line.colour) };
+      const points = line.y.map((v, i) => v === null || line.x[i] === null || (log && v <= 0) ? null : [px(line.x[i]), py(v)]);
+      // Where some seeds are missing the mean may jump: dotted, so that nobody takes it for learning.
+      const whole = points.map((p, i) => !line.n || line.n[i] === line.of ? p : null);
+      const partial = points.map((p, i) => line.n && (line.n[i] !== line.of || (line.n[i + 1] ?? line.of) !== line.of) ? p : null);
+      svgElement("path", { class: `line${line.thin ? " thin" : ""}`, ...style, d: path(whole) }, svg);
+      if (partial.some(Boolean)) svgElement("path", { class: "line partial", style: style.style, d: path(partial) }, svg);
+      if (known(points).length <= 15) for (const p of known(points)) svgElement("circle", { class: "dot", r: line.thin ? 2.5 : 3.5, cx: p[0], cy: p[1], style: style.style }, svg);
+    }
+    for (const mark of spec.marks ?? []) {
+      svgElement("text", { class: "halo", x: inner.left + 6, y: py(mark.y) - 5 }, svg, mark.label);
+    }
+    for (const point of spec.points ?? []) {
+      const at = [px(point.x), py(point.y)], room = width(point.label) / 2;
+      svgElement("circle", { class: "dot", r: 4.5, cx: at[0], cy: at[1], style: colour(0) }, svg);
+      svgElement("text", { class: "name halo", "text-anchor": "middle", x: Math.min(inner.right - room, Math.max(inner.left + room + 4, at[0])), y: at[1] < inner.top + 14 ? at[1] + 20 : at[1] - 10 }, svg, point.label);
+    }
+    if (labels) {
+      const ends = series.map(line => ({ line, y: py(known(line.y).at(-1)), x: px(line.x.at(-1)) })).sort((a, b) => a.y - b.y);
+      ends.forEach((end, i) => { end.at = Math.max(end.y, i ? ends[i - 1].at + 15 : -Infinity); });
+      for (let i = ends.length - 1, limit = inner.bottom; i >= 0; i--, limit -= 15) {
+        ends[i].at = Math.min(ends[i].at, limit, ends[i + 1] ? ends[i + 1].at - 15 : Infinity);
+      }
+      for (const end of ends) svgElement("text", { class: "direct", x: inner.right + 10, y: end.at + 4, style: colour(end.line.colour) }, svg, end.line.name);
+    }
+    const stops = [...new Set(known(series.flatMap(line => line.x)))].sort((a, b) => a - b);
+    const shared = useAxis === "round";
+    readAlong(box, area, stops,
+      i => shared ? `${spec.xlabel || "x"} ${plain(stops[i])}` : shown(stops[i], AXES[useAxis].format),
+      i => series.flatMap(line => {
+        const j = nearest(line.x, stops[i]);
+        if (shared ? line.x[j] !== stops[i] : stops[i] > line.x.at(-1)) return [];
+        const v = line.y[j];
+        const note = line.low && line.n[j] > 1 ? `${shown(line.low[j], spec.format)} … ${shown(line.high[j], spec.format)}` : "";
+        const few = line.n && line.n[j] < line.of ? ` (${line.n[j]} of ${line.of} seeds)` : "";
+        return [{ name: line.name + few + (shared ? "" : `, round ${spec.series.find(s => s.name === line.name).x[j]}`), value: shown(v, spec.format), note,
+          colour: line.colour, v, at: v === null || (log && v <= 0) ? undefined : [px(line.x[j]), py(v)] }];
+      }).sort((a, b) => b.v - a.v));
+  };
+
+  const stack = (box, spec) => {
+    keys(box, spec.series, "box");
+    const xs = spec.x, gap = xs.length > 1 ? Math.min(...xs.slice(1).map((v, i) => v - xs[i])) : 1;
+    const sums = xs.map((_, i) => spec.series.reduce((sum, part) => sum + part.y[i], 0));
+    const x = scaleFor(xs[0] - gap / 2, xs.at(-1) + gap / 2, { count: box.clientWidth / 90, tight: true, whole: true });
+    const y = scaleFor(0, Math.max(...sums) || 1, { count: 5, format: spec.format });
+    const area = frame(box, { height: 290, x, y, xlabel: spec.xlabel });
+    const base = xs.map(() => 0);
+    for (const part of spec.series) {
+      const top = [], bottom = [];
+      xs.forEach((v, i) => {
+        const ends = [area.px(v - gap / 2), area.px(v + gap / 2)];
+        bottom.push([ends[0], area.py(base[i])], [ends[1], area.py(base[i])]);
+        base[i] += part.y[i];
+        top.push([ends[0], area.py(base[i])], [ends[1], area.py(base[i])]);
+      });
+      svgElement("path", { class: "area", style: colour(part.colour), d: `${path([...top, ...bottom.reverse()])}Z` }, area.svg);
+    }
+    readAlong(box, area, xs, i => `${spec.xlabel} ${xs[i]}: ${shown(sums[i], spec.format)}`,
+      i => spec.series.map(part => ({ name: part.name, value: shown(part.y[i], spec.format), colour: part.colour })).reverse());
+  };
+
+  const bars = (box, spec) => {
+    keys(box, spec.series.map((part, i) => ({ ...part, colour: i })), "box");
+    const n = spec.labels.length, values = known(spec.series.flatMap(part => part.y));
+    const [low, high] = extent([0, ...values]);
+    const y = scaleFor(low, high, { count: 4, format: spec.format });
+    const longest = Math.max(0, ...spec.labels.map(width));
+    const turned = longest + 8 > (box.clientWidth - 50) / n && longest > 30;
+    const area = frame(box, { height: 250, x: { low: -0.5, high: n - 0.5, at: v => v, ticks: [] }, y, xlabel: "" });
+    const { svg, px, py, inner } = area;
+    const slot = (inner.right - inner.left) / Math.max(1, n), wide = Math.min(46, slot * 0.8 / spec.series.length);
+    spec.series.forEach((part, s) => {
+      let d = "";
+      part.y.forEach((v, i) => {
+        if (v !== null) d += `M${(px(i) + (s - spec.series.length / 2) * wide).toFixed(1)},${py(0).toFixed(1)}v${(py(v) - py(0)).toFixed(1)}h${(wide * 0.92).toFixed(1)}V${py(0).toFixed(1)}z`;
+      });
+      svgElement("path", { class: "fill", style: colour(s), d }, svg);
+    });
+    const every = Math.ceil(turned ? 15 / slot : (longest + 8) / slot);
+    const deep = turned ? Math.min(90, longest * 0.64 + 4) : 0;
+    spec.labels.forEach((label, i) => {
+      if (i % every) return;
+      const text = turned && label.length > 22 ? `${label.slice(0, 21)}…` : label, at = `${px(i).toFixed(1)} ${inner.bottom + (turned ? 12 : 18)}`;
+      svgElement("text", { transform: `translate(${at})${turned ? " rotate(-40)" : ""}`, "text-anchor": turned ? "end" : "middle" }, svg, text);
+    });
+    svgElement("text", { x: inner.right, y: inner.bottom + 34 + deep, "text-anchor": "end" }, svg, spec.xlabel);
+    svg.setAttribute("viewBox", `0 0 ${box.clientWidth} ${250 + deep + (spec.xlabel ? 14 : 0)}`);
+    readAlong(box, area, spec.labels.map((_, i) => i), i => spec.labels[i],
+      i => spec.series.map((part, s) => ({ name: part.name, value: shown(part.y[i], spec.format), colour: s })));
+  };
+
+  const heat = (box, spec) => {
+    const totals = spec.counts.map(row => row.reduce((sum, v) => sum + v, 0));
+    const main = spec.counts.map(row => row.indexOf(Math.max(...row)));
+    const share = i => totals[i] ? spec.counts[i][main[i]] / totals[i] : 0;
+    const clients = spec.shown.map((_, i) => i);
+    if (order === "main") clients.sort((a, b) => main[a] - main[b] || share(b) - share(a) || a - b);
+    const names = spec.names.length ? spec.names : Array.from({ length: spec.classes }, (_, c) => String(c));
+    const total = box.clientWidth;
+    const left = Math.max(58, Math.max(...names.map(width)) + 12);
+    const cellWide = Math.min(60, (total - left - 4) / clients.length);
+    const cellHigh = Math.max(spec.small ? 2 : 4, Math.min(spec.small ? 12 : 18, (spec.small ? 200 : 420) / spec.classes));
+    const uneven = new Set(totals).size > 1;
+    const top = uneven ? 46 : 6, bottom = top + cellHigh * spec.classes, right = left + cellWide * clients.length;
+    const svg = svgElement("svg", { viewBox: `0 0 ${total} ${bottom + 28}`, "aria-hidden": "true" }, box);
+    const gap = Math.min(cellWide, cellHigh) >= 6 ? 1 : 0;
+    if (uneven) {
+      const most = Math.max(...totals);
+      const d = clients.map((i, x) => `M${(left + x * cellWide).toFixed(2)},40h${(cellWide - gap).toFixed(2)}v${(-34 * totals[i] / most).toFixed(2)}h${(gap - cellWide).toFixed(2)}z`).join("");
+      svgElement("path", { class: "size", d }, svg);
+      svgElement("text", { x: left - 8, y: 40, "text-anchor": "end" }, svg, "samples");
+    }
+    svgElement("rect", { class: "frame", x: left - .5, y: top - .5, width: right - left + 1 - gap, height: bottom - top + 1 - gap }, svg);
+    const levels = Array.from({ length: 12 }, () => "");
+    clients.forEach((i, x) => spec.counts[i].forEach((count, c) => {
+      if (count) levels[Math.min(11, Math.floor(Math.sqrt(count / totals[i]) * 12))] += `M${(left + x * cellWide).toFixed(2)},${(top + c * cellHigh).toFixed(2)}h${(cellWide - gap).toFixed(2)}v${(cellHigh - gap).toFixed(2)}h${(gap - cellWide).toFixed(2)}z`;
+    }));
+    levels.forEach((d, level) => d && svgElement("path", { class: "heat", "fill-opacity": ((level + 1) / 12).toFixed(3), d }, svg));
+    const every = [1, 2, 5, 10, 20, 50].find(n => n * cellHigh >= 13) ?? 100;
+    names.forEach((name, c) => c % every || svgElement("text", { x: left - 8, y: top + (c + .5) * cellHigh + 4, "text-anchor": "end" }, svg, spec.names.length || c ? name : `class ${name}`));
+    const sample = order === "main" ? "each column a client, ordered by main class" : "each column a client, by number";
+    svgElement("text", { x: left, y: bottom + 18 }, svg, width(sample) < total - left ? sample : "each column a client");
+    const pick = svgElement("rect", { class: "pick", width: cellWide, height: cellHigh, visibility: "hidden" }, svg);
+    let current = [-1, 0];
+    const go = (x, c) => {
+      current = [Math.max(0, Math.min(clients.length - 1, x)), Math.max(0, Math.min(spec.classes - 1, c))];
+      const i = clients[current[0]], at = [left + current[0] * cellWide, top + current[1] * cellHigh];
+      pick.setAttribute("x", at[0] - gap / 2);
+      pick.setAttribute("y", at[1] - gap / 2);
+      pick.setAttribute("visibility", "visible");
+      const count = spec.counts[i][current[1]], bounds = svg.getBoundingClientRect(), zoom = bounds.width / total;
+      const name = spec.names.length ? names[current[1]] : `class ${names[current[1]]}`;
+      showTip(bounds.left + (at[0] + cellWide) * zoom, bounds.top + at[1] * zoom, `client ${spec.shown[i]}`, [
+        { name, value: `${plain(count)} of ${plain(totals[i])}${totals[i] ? ` (${(100 * count / totals[i]).toFixed(1)}\u202f%)` : ""}` },
+        { name: "classes it holds", value: `${spec.counts[i].filter(Boolean).length}` },
+      ]);
+    };
+    probes.set(box, {
+      at: (clientX, clientY) => {
+        const bounds = svg.getBoundingClientRect(), zoom = total / bounds.width;
+        const x = ((clientX - bounds.left) * zoom - left) / cellWide, c = ((clientY - bounds.top) * zoom - top) / cellHigh;
+        if (x >= 0 && x < clients.length && c >= (uneven ? -46 / cellHigh : 0) && c < spec.classes) go(Math.floor(x), Math.floor(c));
+        else hide();
+      },
+      step: by => {
+        const x = Math.max(0, Math.min(clients.length - 1, current[0] + by));
+        go(x, main[clients[x]]);
+      },
+      hide: () => { pick.setAttribute("visibility", "hidden"); current = [-1, 0]; },
+    });
+  };
+
+  const events = (box, spec) => {
+    const rowHigh = 30, height = spec.rows.length * rowHigh + 46;
+    const x = scaleFor(spec.ends[0] - .5, spec.ends[1] + .5, { count: box.clientWidth / 90, tight: true, whole: true });
+    const area = frame(box, { height, x, xlabel: spec.xlabel, left: 76, top: 4 });
+    const { svg, px, inner } = area;
+    spec.rows.forEach((row, r) => {
+      const bottom = inner.top + (r + 1) * rowHigh - 4, most = Math.max(...row.n);
+      svgElement("text", { class: "name", x: inner.left - 10, y: bottom - 6, "text-anchor": "end" }, svg, row.name);
+      svgElement("line", { class: "rule", x1: inner.left, x2: inner.right, y1: bottom, y2: bottom }, svg);
+      const thick = Math.max(1.5, Math.min(8, (px(spec.ends[0] + 1) - px(spec.ends[0])) * .7));
+      const d = row.x.map((v, i) => `M${px(v).toFixed(1)},${bottom}v${(-8 - 14 * row.n[i] / most).toFixed(1)}`).join("");
+      svgElement("path", { d, style: `${colour(row.colour)};stroke:var(--c);stroke-width:${thick.toFixed(1)}` }, svg);
+    });
+    const stops = [...new Set(spec.rows.flatMap(row => row.x))].sort((a, b) => a - b);
+    readAlong(box, area, stops, i => `${spec.xlabel} ${stops[i]}`,
+      i => spec.rows.flatMap(row => row.x.includes(stops[i]) ? [{ name: row.name, value: String(row.n[row.x.indexOf(stops[i])]), colour: row.colour }] : []));
+  };
+
+  // ---- bring it to life
+
+  const kinds = { lines, stack, bars, heat, events };
+  const plots = [...document.querySelectorAll("[data-chart]")];
+  const drawnAt = new Map();
+  const hide = () => {
+    tipBox.hidden = true;
+    for (const probe of probes.values()) probe.hide();
+  };
+  const draw = box => {
+    drawnAt.set(box, box.clientWidth);
+    if (!box.clientWidth) return; // inside a closed <details>: drawn when it opens
+    box.replaceChildren();
+    probes.delete(box);
+    const spec = data.charts[box.dataset.chart];
+    kinds[spec.kind](box, spec);
+  };
+  const drawAll = () => { hide(); plots.forEach(draw); };
+  const resized = new ResizeObserver(entries => {
+    for (const { target } of entries) if (target.clientWidth !== drawnAt.get(target)) draw(target);
+  });
+
+  for (const box of plots) {
+    draw(box);
+    resized.observe(box);
+    for (const type of ["pointermove", "mousemove", "pointerdown"]) box.addEventListener(type, event => probes.get(box)?.at(event.clientX, event.clientY));
+    for (const type of ["pointerleave", "mouseleave", "blur"]) box.addEventListener(type, hide);
+    box.addEventListener("keydown", event => {
+      const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity }[event.key];
+      if (event.key === "Escape") hide();
+      if (by === undefined || !probes.has(box)) return;
+      event.preventDefault();
+      probes.get(box).step(by);
+    });
+  }
+
+  const choose = (name, use) => {
+    const buttons = [...document.querySelectorAll(`[data-${name}]`)];
+    for (const button of buttons) button.addEventListener("click", () => {
+      use(button.dataset[name]);
+      for (const other of buttons) other.setAttribute("aria-pressed", other.dataset[name] === button.dataset[name]);
+      drawAll();
+    });
+  };
+  choose("axis", value => { axis = value; });
+  choose("order", value => { order = value; });
+
+  const legend = [...document.querySelectorAll(".key")];
+  const show = () => {
+    for (const key of legend) key.setAttribute("aria-pressed", !hidden.has(+key.dataset.group));
+    drawAll();
+  };
+  for (const key of legend) {
+    const group = +key.dataset.group;
+    key.addEventListener("click", () => { if (!hidden.delete(group)) hidden.add(group); show(); });
+    key.addEventListener("dblclick", () => {
+      const others = legend.map(other => +other.dataset.group).filter(other => other !== group);
+      const alone = others.every(other => hidden.has(other));
+      hidden.clear();
+      if (!alone) others.forEach(other => hidden.add(other));
+      show();
+    });
+  }
+
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const heads = [...table.querySelectorAll("thead th")], body = table.tBodies[0];
+    heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "descending" || (!head.hasAttribute("aria-sort") && !head.classList.contains("num"));
+      heads.forEach(other => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "ascending" : "descending");
+      const value = row => row.cells[column].dataset.v;
+      const compare = (a, b) => {
+        const [x, y] = [value(a), value(b)];
+        if (x === "" || y === "") return (x === "") - (y === ""); // what is missing stays at the end
+        const by = isNaN(x) || isNaN(y) ? x.localeCompare(y, "en", { numeric: true }) : x - y;
+        return down ? by : -by;
+      };
+      body.append(...[...body.rows].sort(compare));
+    }));
+  }
+
+  document.querySelector("details.numbers")?.addEventListener("toggle", event => {
+    const place = event.currentTarget;
+    if (!place.open || place.querySelector("table")) return;
+    const scroll = element("div", "scroll", place);
+    scroll.tabIndex = 0;
+    const table = element("table", "", scroll);
+    const head = element("tr", "", element("thead", "", table));
+    for (const name of data.numbers.columns) element("th", "num", head, name).scope = "col";
+    const body = element("tbody", "", table);
+    for (const row of data.numbers.rows) {
+      const line = element("tr", "", body);
+      for (const v of row) element("td", "num", line, v === null ? "–" : typeof v === "number" ? String(v) : String(v));
+    }
+  });
+})();

@@ -1,0 +1,169 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dynafed.report import charts
+from dynafed.report.load import LAST, Run
+from dynafed.report.page import Page
+from dynafed.report.parts import event_sentence, grid, notes, partition_parts, settings, setup, verdict, words
+from dynafed.report.text import THIN, duration, esc, listed, number, percent, plural, size
+
+MOST_EVENTS = 500
+
+
+def run_page(run: Run, base: Path) -> str:
+    """The page of one run."""
+    what = f"{run.config.get('method', 'run')} on {run.config.get('dataset', 'unknown data')}"
+    page = Page(f"{what}: {percent(run.final)}", base)
+    badge = "" if run.finished else ' <span class="badge">unfinished</span>'
+    page.add(
+        f'<header><p class="eyebrow">dynafed · {esc(run.path.resolve().name)}</p><h1>{esc(what)}{badge}</h1>'
+        f'<p class="verdict">{verdict(run)}</p><p class="setup">{esc(setup(run.config))}</p>{notes(run)}</header>'
+    )
+    page.add(_tiles(run))
+    page.section("Learning", grid(*_learning(page, run)))
+    page.section("Who holds which classes", *partition_parts(page, [("", run.partition)] if run.partition else []))
+    page.section(
+        "Cost",
+        grid(
+            page.chart(charts.timing(run), "Time of each round"),
+            page.chart(charts.traffic(run), "Traffic of each round"),
+        ),
+        lead=_cost(run),
+    )
+    if run.rounds:
+        page.section(
+            "Events",
+            grid(page.chart(charts.events(run), "When", wide=True)),
+            _event_table(run),
+            lead=esc(event_sentence(run)),
+        )
+    varying, constant = charts.extra_keys([run])
+    page.section(
+        "Other measures",
+        grid(
+            *(page.chart(charts.measured(run, {key: key}), words(key), small=True) for key in varying),
+            style="small",
+        ),
+        _constants({key: value for key, value in constant.items() if key != "lr"}),
+    )
+    page.blocks(run)
+    if run.rounds:
+        page.numbers = _numbers(run)
+        page.section("Numbers", '<details class="numbers"><summary>Every round, as a table</summary></details>')
+    page.section("Settings", settings(run))
+    return page.html()
+
+
+def _learning(page: Page, run: Run) -> list[str]:
+    marks = [{"y": run.target, "label": f"target {percent(run.target, 0)}"}] if run.target else []
+    points = [{"x": run.best[0], "y": run.best[1], "label": f"best {percent(run.best[1])}"}] if run.best else []
+    names = {"accuracy": "accuracy", "accuracy_before_refine": "before refinement"}
+    split = run.config.get("evaluate", "test")
+    accuracy = charts.measured(run, names, format="percent", marks=marks, points=points)
+    loss = charts.measured(run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto")
+    if accuracy is None and loss is None:
+        return ['<p class="note">No round has been evaluated yet.</p>']
+    return [page.chart(accuracy, "Accuracy", f"on the {split} split"), page.chart(loss, "Loss")]
+
+
+def _tiles(run: Run) -> str:
+    summary = run.summary or {}
+    tiles = []
+    if run.final_std is not None:
+        count = min(LAST, len(run.values("accuracy")))
+        tiles.append(
+            (
+                "Final accuracy" if run.finished else "Accuracy so far",
+                percent(run.final),
+                f"±{THIN}{100 * run.final_std:.2f} over the last {count}",
+            )
+        )
+    if run.target:
+        first = run.rounds_to_target
+        tiles.append(("Reached the target", f"round {first}" if first else "never", f"of {percent(run.target, 0)}"))
+    gains = [
+        record["accuracy"] - record["accuracy_before_refine"]
+        for record in run.rounds
+        if record.get("accuracy") is not None and record.get("accuracy_before_refine") is not None
+    ][-LAST:]
+    if gains:
+        gain = 100 * sum(gains) / len(gains)
+        tiles.append(("Refinement adds", f"{gain:+.2f}".replace("-", "−"), f"points, over the last {len(gains)}"))
+    up, down = (summary.get(key) or run.total(key) for key in ("bytes_up", "bytes_down"))
+    if up or down:
+        tiles.append(("Traffic", size((up or 0) + (down or 0)), f"{size(up)} up, {size(down)} down"))
+    if summary.get("parameters"):
+        tiles.append(("Parameters", number(summary["parameters"]), "in the model"))
+    if summary.get("peak_rss_mb"):
+        tiles.append(("Peak memory", size(1e6 * summary["peak_rss_mb"]), "resident"))
+    inside = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
+    return f'<dl class="tiles" style="--n:{len(tiles)}">{inside}</dl>' if tiles else ""
+
+
+def _cost(run: Run) -> str:
+    took = [(name, run.total(key)) for key, name in charts.TIMES]
+    timed = [(name, total) for name, total in took if total]
+    whole = sum(total for _, total in timed)
+    said = [f"{name} {duration(total)} ({percent(total / whole, 0)})" for name, total in timed]
+    text = f"Time: {', '.join(said)}." if said else ""
+    up, down = run.a_round("bytes_up"), run.a_round("bytes_down")
+    if up is not None or down is not None:
+        text += f" Traffic a round: {size(up)} up, {size(down)} down."
+    return text.strip()
+
+
+def _event_table(run: Run) -> str:
+    rows = []
+    for record in run.rounds:
+        said = []
+        if record.get("dropped"):
+            said.append(f"dropped: {listed(record['dropped'])}")
+        for entry in record.get("rejected") or ():
+            known = isinstance(entry, dict)
+            who, why = (entry.get("client"), entry.get("reason")) if known else (entry, "no reason given")
+            said.append(f"rejected client {who}: {why}")
+        if record.get("repeats"):
+            said.append(f"repeated {plural(int(record['repeats']), 'time')}")
+        if record.get("skipped"):
+            said.append("skipped: the model was kept")
+        if "not finite" in charts.mishaps(record):
+            said.append("loss not finite")
+        if said:
+            rows.append(f'<tr><td class="num">{record["round"]}</td><td>{esc("; ".join(said))}</td></tr>')
+    if not rows:
+        return ""
+    more = f'<p class="fine">and {len(rows) - MOST_EVENTS} more rounds</p>' if len(rows) > MOST_EVENTS else ""
+    return (
+        f"<details><summary>{plural(len(rows), 'round')} with events</summary>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="events"><table class="events"><thead><tr>'
+        '<th scope="col" class="num">Round</th><th scope="col">What happened</th></tr></thead>'
+        f"<tbody>{''.join(rows[:MOST_EVENTS])}</tbody></table></div>{more}</details>"
+    )
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    """Every number of every round, for the table that is built when it is opened."""
+    keys = {
+        key: None
+        for record in run.rounds
+        for key, value in record.items()
+        if (isinstance(value, int | float) and not isinstance(value, bool)) or value is None
+    }
+    counted = [key for key in ("clients", "dropped", "rejected") if any(record.get(key) for record in run.rounds)]
+    return {
+        "columns": [*keys, *counted],
+        "rows": [
+            [*(record.get(key) for key in keys), *(len(record.get(key) or ()) for key in counted)]
+            for record in run.rounds
+        ],
+    }
+
+
+def _constants(values: Mapping[str, float]) -> str:
+    said = listed((f"{key} = {number(value)}" for key, value in values.items()), 40)
+    return f'<p class="fine">The same in every round: {esc(said)}.</p>' if values else ""

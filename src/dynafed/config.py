@@ -17,6 +17,7 @@ import tomli_w
 
 from dynafed import data, methods, models
 from dynafed.errors import UserError
+from dynafed.optim import OPTIMIZERS
 from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
@@ -52,7 +53,7 @@ class Config:
     local_epochs: int = setting(1, "passes over a client's data in a round", low=1)
     local_steps: int = setting(0, "optimiser steps in a round, instead of epochs (0: use local_epochs)", low=0)
     batch_size: int = setting(32, "samples in a local step", low=1)
-    optimizer: str = setting("adam", "of the clients", choices=("sgd", "momentum", "adam", "adamw"))
+    optimizer: str = setting("adam", "of the clients", choices=OPTIMIZERS)
     lr: float = setting(1e-3, "local learning rate in round 1", above=0)
     momentum: float = setting(0.9, "for optimizer = momentum", low=0, high=1)
     weight_decay: float = setting(0.0, "of the local optimiser", low=0)

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from dynafed import tree
-from dynafed.config import Config
+from dynafed import optim, tree
 from dynafed.engine.plan import Plan
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import Local
@@ -35,9 +32,15 @@ def local_update(
     x, y = plan.client_data(client)
     steps = config.local_steps or config.local_epochs * -(-len(y) // config.batch_size)
     steps = max(1, int(steps * work))
-    optimizer = _optimizer(config, list(params.values()), config.lr_at(broadcast.round))
+    optimizer = optim.make(
+        config.optimizer,
+        list(params.values()),
+        config.lr_at(broadcast.round),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
     if config.client_state == "persistent":
-        _restore(optimizer, remembered.get("optimizer", {}))
+        optim.restore(optimizer, remembered.get("optimizer", {}))
     local = Local(
         client=client,
         forward=lambda params, x: plan.forward(weights | params, x),
@@ -67,7 +70,7 @@ def local_update(
         finished = method.finish(tree.clone(params), local)
     kept = {"method": finished.memory}
     if config.client_state == "persistent":
-        kept["optimizer"] = _saved(optimizer)
+        kept["optimizer"] = optim.moments(optimizer)
     update = Update(
         client=client,
         model=tree.to(tree.clone(weights), "cpu"),
@@ -89,31 +92,3 @@ def batches(samples: int, size: int, steps: int, rng: np.random.Generator) -> It
                 return
             steps -= 1
             yield order[start : start + size]
-
-
-def _optimizer(config: Config, params: list[Tensor], lr: float) -> Optimizer:
-    fused = params[0].device.type in ("cpu", "cuda")
-    decay = config.weight_decay
-    if config.optimizer in ("sgd", "momentum"):
-        momentum = config.momentum if config.optimizer == "momentum" else 0.0
-        return SGD(params, lr, momentum=momentum, weight_decay=decay, fused=fused)
-    kind = Adam if config.optimizer == "adam" else AdamW
-    return kind(params, lr, weight_decay=decay, fused=fused)
-
-
-def _saved(optimizer: Optimizer) -> Tree:
-    """The optimiser's moments as a tree, named `<parameter's number>.<moment>`."""
-    return {
-        f"{number}.{name}": value.detach().clone()
-        for number, moments in optimizer.state_dict()["state"].items()
-        for name, value in moments.items()
-        if value is not None
-    }
-
-
-def _restore(optimizer: Optimizer, saved: Tree) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in saved.items():
-        number, _, name = key.partition(".")
-        state.setdefault(int(number), {})[name] = value.clone()
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,304 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dynafed import data, settings
+from dynafed.config import Config, data_folder, parse_override, presets
+from dynafed.engine.compare import compare
+from dynafed.engine.run import Progress as RunProgress
+from dynafed.engine.run import Record, Result, resume, run
+from dynafed.errors import Interrupted, UserError
+from dynafed.methods import METHODS
+from dynafed.report import write_report
+from dynafed.version import __version__
+
+out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
+    sys.path.insert(0, "")  # so that model = "mine:factory" finds mine.py in the current folder
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    args = _parser().parse_args(arguments)
+    logging.getLogger("dynafed").setLevel(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
+    try:
+        args.command(args)
+    except UserError as error:
+        print(f"dynafed: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stopped:
+        print(f"dynafed: {stopped}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("dynafed: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dynafed", description="Federated learning on clients that are nothing alike."
+    )
+    parser.add_argument("--version", action="version", version=f"dynafed {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(to: Any, name: str, command: Any, help: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = to.add_parser(name, help=help, description=help)
+        added.set_defaults(command=command)
+        return added
+
+    def configured(to: argparse.ArgumentParser) -> None:
+        to.add_argument("source", nargs="?", metavar="PRESET|FILE.toml", help="default: demo")
+        to.add_argument(
+            "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as alpha=0.01"
+        )
+        to.add_argument("--out", metavar="DIR", help="where the files go (default: a new folder in runs/)")
+
+    def executed(to: argparse.ArgumentParser) -> None:
+        to.add_argument("--data-dir", metavar="DIR", help="where the datasets are (default: $DYNAFED_DATA)")
+        to.add_argument("--workers", type=int, metavar="N", help="processes; any number gives the same result")
+        to.add_argument("--json", action="store_true", help="print one JSON object, the summary, and nothing else")
+        to.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
+
+    one = add(commands, "run", _run, "Run one method.")
+    configured(one)
+    executed(one)
+    again = add(commands, "resume", _resume, "Continue a run that was stopped.")
+    again.add_argument("path", metavar="DIR")
+    executed(again)
+    many = add(commands, "compare", _compare, "Run several methods with several seeds; one table, one report.")
+    configured(many)
+    many.add_argument("--methods", required=True, metavar="A,B+C", help="methods, each perhaps a composition")
+    many.add_argument("--seeds", default="0", metavar="0,1,2")
+    many.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2", help="also over these values")
+    executed(many)
+    page = add(commands, "report", _report, "Make the page of one or several runs.")
+    page.add_argument("paths", nargs="+", metavar="DIR", type=Path)
+    page.add_argument(
+        "-o",
+        dest="file",
+        metavar="FILE",
+        type=Path,
+        help="default: report.html in the folder, or here if there are several",
+    )
+    for name, command, help in (
+        ("methods", _methods, "List the methods."),
+        ("datasets", _datasets, "List the datasets."),
+        ("presets", _presets, "List the presets."),
+    ):
+        listing = add(commands, name, command, help)
+        listing.add_argument("--json", action="store_true")
+        if name == "datasets":
+            listing.add_argument("--data-dir", default="", metavar="DIR")
+    datas = commands.add_parser("data", help="Check or fetch a dataset.").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    for name, command, help in (
+        ("check", _data_check, "Load a dataset and say what was found."),
+        ("fetch", _data_fetch, "Download a dataset's official files."),
+    ):
+        each = add(datas, name, command, help)
+        each.add_argument("name", metavar="NAME")
+        each.add_argument("--data-dir", default="", metavar="DIR")
+        each.add_argument("--json", action="store_true")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = _config(args)
+    with Bar(config.method) as bar:
+        result = run(config, out=args.out, progress=bar)
+    _show(result, args.json)
+
+
+def _resume(args: argparse.Namespace) -> None:
+    with Bar("resume") as bar:
+        result = resume(args.path, changes=_execution(args), progress=bar)
+    _show(result, args.json)
+
+
+def _show(result: Result, as_json: bool) -> None:
+    page = write_report([result.path])
+    if as_json:
+        print(json.dumps(result.summary | {"path": str(result.path), "report": str(page)}))
+        return
+    summary = result.summary
+    out.print(
+        f"{summary['method']} on {summary['dataset']}: {_percent(result.final_accuracy)} ± "
+        f"{_percent(summary['final_std'])} over the last rounds, best {_percent(summary['best'])} in round "
+        f"{summary['best_round']}, {summary['seconds']:.1f} s\nfiles:  {result.path}\nreport: {page}",
+        highlight=False,
+    )
+
+
+def _compare(args: argparse.Namespace) -> None:
+    config = _config(args)
+    vary = dict(_varied(text) for text in args.vary)
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        raise UserError(f"--seeds {args.seeds}: expected whole numbers such as 0,1,2") from None
+    folder = args.out or f"runs/compare-{args.source or 'demo'}"
+    with Bar("compare") as bar:
+        done = compare(config, args.methods.split(","), seeds, folder, vary=vary, progress=bar.titled)
+    page = write_report([done.path], done.path / "report.html")
+    if args.json:
+        print(json.dumps({"rows": done.rows, "path": str(done.path), "report": str(page)}))
+        return
+    table = Table("method", *vary, "seeds", "final accuracy", "best", "rounds to target", "seconds")
+    for row in done.rows:
+        table.add_row(
+            row["method"],
+            *(str(row[key]) for key in vary),
+            str(len(row["seeds"])),
+            f"{_percent(row['final_accuracy'])} ± {_percent(row['std'])}",
+            _percent(row["best"]),
+            "-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}",
+            f"{row['seconds']:.1f}",
+        )
+    out.print(table)
+    out.print(f"files:  {done.path}\nreport: {page}", highlight=False)
+
+
+def _report(args: argparse.Namespace) -> None:
+    print(write_report(args.paths, args.file))
+
+
+def _methods(args: argparse.Namespace) -> None:
+    listed = [
+        {
+            "name": name,
+            "summary": kind.summary,
+            "citation": kind.citation,
+            "needs": settings.plain(kind.needs),
+            "settings": settings.describe(kind.Settings) if kind.Settings else [],
+        }
+        for name, kind in sorted(METHODS.items())
+    ]
+    _list(listed, args.json, ("name", "summary", "citation"))
+
+
+def _datasets(args: argparse.Namespace) -> None:
+    _list(data.describe(data_folder(args.data_dir)), args.json, ("name", "classes", "shape", "train", "test", "found"))
+
+
+def _presets(args: argparse.Namespace) -> None:
+    _list([{"name": name, "about": about} for name, about in presets().items()], args.json, ("name", "about"))
+
+
+def _data_check(args: argparse.Namespace) -> None:
+    found = data.check(args.name, data_folder(args.data_dir))
+    _list([{"what": key, "value": value} for key, value in found.items()] if not args.json else found, args.json)
+
+
+def _data_fetch(args: argparse.Namespace) -> None:
+    folder = data_folder(args.data_dir)
+    if folder is None:
+        raise UserError("data fetch needs a folder: --data-dir DIR, or the variable DYNAFED_DATA")
+    with Progress(console=err, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file, total=total)
+            bar.update(tasks[file], completed=done)
+
+        where = data.fetch(args.name, folder, show)
+    _list([{"name": args.name, "where": str(where)}], args.json)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    changes = dict(parse_override(text) for text in args.set) | _execution(args)
+    return Config.load(args.source or "demo", changes)
+
+
+def _execution(args: argparse.Namespace) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if args.workers is not None:
+        changes["workers"] = args.workers
+    if args.data_dir is not None:
+        changes["data_dir"] = str(Path(args.data_dir).absolute())
+    return changes
+
+
+def _varied(text: str) -> tuple[str, list[Any]]:
+    key, _, values = text.partition("=")
+    return key, [parse_override(f"{key}={value}")[1] for value in values.split(",")]
+
+
+def _list(rows: Any, as_json: bool, columns: Sequence[str] = ()) -> None:
+    if as_json:
+        print(json.dumps({"items": rows} if isinstance(rows, list) else rows))
+        return
+    columns = columns or list(rows[0])
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+    out.print(table)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+class Bar(RunProgress):
+    """The progress bar of one or several runs, on standard error; nothing where that isn't a terminal."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("round {task.completed}/{task.total}"),
+            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[pace]}"),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self.task: Any = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def titled(self, title: str) -> Bar:
+        """Begin the next run's bar."""
+        if self.task is not None:
+            self.bar.remove_task(self.task)
+            self.bar.stop()
+        self.title, self.task = title, None
+        return self
+
+    def busy(self, what: str, done: int, total: int) -> None:
+        """Show long work of the server in the round's place."""
+        if self.task is not None:
+            self.bar.update(self.task, pace=f"{what} {done}/{total}")
+
+    def round(self, record: Record, config: Config) -> None:
+        """Show a finished round."""
+        # Started only now: the worker processes are forked before the bar has a thread of its own.
+        if self.task is None:
+            self.bar.start()
+            self.task = self.bar.add_task(self.title, total=config.rounds, accuracy="", pace="")
+        fields: dict[str, Any] = {"pace": f"{record['seconds']:.2f} s a round"}
+        if "accuracy" in record:
+            fields["accuracy"] = f"accuracy {_percent(record['accuracy'])}"
+        self.bar.update(self.task, completed=record["round"], **fields)

@@ -1,0 +1,162 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dynafed import __version__
+from dynafed.cli import main
+
+FAST = ["-s", "rounds=2", "-s", "clients=4", "-s", "mlp.width=8", "-s", "dataset=digits", "--workers", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_run_prints_a_verdict_and_where_the_report_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "demo", *FAST, "--out", "r"]) == 0
+    text = capsys.readouterr().out
+    assert "fedavg on digits" in text
+    assert "r/report.html" in text
+    assert Path("r/report.html").stat().st_size > 1000
+
+
+def test_json_is_exactly_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *FAST, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rounds"] == 2
+    assert Path(summary["path"]).parent == Path("runs")
+
+
+def test_resume_of_a_finished_run_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", *FAST, "--json", "--out", "r"])
+    first = json.loads(capsys.readouterr().out)
+    assert main(["resume", "r", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["final_accuracy"] == first["final_accuracy"]
+
+
+def test_compare_makes_one_table_and_one_report_and_reuses_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "demo", "--methods", "fedavg", *FAST, "--vary", "alpha=0.1,10", "--out", "c", "--json"]
+    assert main([*arguments, "--seeds", "0,1"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert [row["alpha"] for row in done["rows"]] == [0.1, 10]
+    assert Path("c/report.html").exists()
+    written = Path("c/fedavg-alpha=0.1/seed-0/summary.json").stat().st_mtime_ns
+    Path("c/fedavg-alpha=0.1/seed-1/summary.json").unlink()
+    assert main([*arguments, "--seeds", "0,1,2"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["rows"][0]["seeds"] == [0, 1, 2]
+    assert Path("c/fedavg-alpha=0.1/seed-0/summary.json").stat().st_mtime_ns == written
+    assert main([*arguments, "--seeds", "0", "-s", "lr=0.5"]) == 2
+    assert "another lr" in capsys.readouterr().err
+    assert main([argument for argument in arguments if argument != "--json"]) == 0
+    assert "final accuracy" in capsys.readouterr().out
+
+
+def test_report_of_several_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("0", "1"):
+        main(["run", *FAST, "-s", f"seed={seed}", "--out", f"r{seed}"])
+    assert main(["report", "r0", "r1", "-o", "both.html"]) == 0
+    assert Path("both.html").exists()
+    assert capsys.readouterr().out.endswith("both.html\n")
+
+
+@pytest.mark.parametrize("command", ["methods", "datasets", "presets"])
+def test_listings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    table = capsys.readouterr().out
+    assert main([command, "--json"]) == 0
+    names = [item["name"] for item in json.loads(capsys.readouterr().out)["items"]]
+    assert names
+    assert all(name in table for name in names)
+
+
+def test_data_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "fmnist-mini", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main(["data", "check", "fmnist-mini"]) == 0
+
+
+def test_fetching_needs_a_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYNAFED_DATA", raising=False)
+    assert main(["data", "fetch", "mnist"]) == 2
+    assert "--data-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "demmo"], "did you mean 'demo'"),
+        (["run", "-s", "aplha=1"], "did you mean 'alpha'"),
+        (["run", "-s", "alpha"], "expected key=value"),
+        (["run", "-s", "clients=20000", "-s", "dataset=digits"], "clients"),
+        (["run", "-s", "dataset=mnist", "--data-dir", "nowhere"], "mnist"),
+        (["resume", "nowhere"], "holds no run"),
+        (["report", "nowhere"], "nowhere"),
+        (["compare", "--methods", "fedavg", "--seeds", "a"], "whole numbers"),
+        (["compare", "--methods", "nosuch"], "unknown method"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_commands_exit_2() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["fly"])
+    assert stopped.value.code == 2
+
+
+def test_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "dynafed", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"dynafed {__version__}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_saves_says_how_to_go_on_and_exits_130(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "dynafed", "run", *FAST, "-s", "rounds=100000", "--out", "r"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    patience = time.monotonic() + 60
+    while time.monotonic() < patience and (not metrics.exists() or metrics.read_text().count("\n") < 3):
+        time.sleep(0.02)
+    child.send_signal(number)
+    output, error = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert error.strip() == "dynafed: interrupted; continue with: dynafed resume r"
+    assert output == ""
+    assert list((tmp_path / "r" / "checkpoint").glob("round-*"))
+
+
+def test_a_terminal_sees_a_progress_bar(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "dynafed", "run", *FAST, "-s", "rounds=20", "--json", "--out", "r"]
+    child = subprocess.Popen(command, stderr=follower, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"})
+    os.close(follower)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(leader, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        seen += piece
+    output, _ = child.communicate(timeout=60)
+    assert json.loads(output)["rounds"] == 20
+    assert b"accuracy" in seen
+    assert b"s a round" in seen

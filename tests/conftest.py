@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# One thread a process: several test processes with several threads each only get into each other's way.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 from problems import run_tiny
 

@@ -16,7 +16,20 @@ import pytest
 from dynafed import __version__
 from dynafed.cli import main
 
-FAST = ["-s", "rounds=2", "-s", "clients=4", "-s", "mlp.width=8", "-s", "dataset=digits", "--workers", "1"]
+FAST = [
+    "-s",
+    "method=fedavg",
+    "-s",
+    "rounds=2",
+    "-s",
+    "clients=4",
+    "-s",
+    "mlp.width=8",
+    "-s",
+    "dataset=digits",
+    "--workers",
+    "1",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ GOOD = {"w": torch.zeros(2, 3), "n": torch.tensor(1)}
     [
         (GOOD, None),
         ({"w": torch.zeros(2, 3)}, "'n' is missing"),
-        (GOOD | {"v": torch.zeros(1)}, "'v' is not a tensor of this model"),
+        (GOOD | {"v": torch.zeros(1)}, "'v' is not expected"),
         (GOOD | {"w": torch.zeros(3, 2)}, "has shape"),
         (GOOD | {"w": torch.zeros(2, 3, dtype=torch.float64)}, "has dtype"),
         (GOOD | {"w": torch.full((2, 3), np.nan)}, "NaN"),

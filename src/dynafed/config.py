@@ -43,6 +43,9 @@ class Config:
     validation_samples: int = setting(0, "carved from the training split for choosing settings", low=0)
     evaluate: str = setting("test", "the split that accuracy is measured on", choices=("test", "validation"))
     eval_every: int = setting(1, "evaluate every so many rounds, and after the last", low=1)
+    watch: tuple[int, ...] = setting(
+        (), "clients whose loss is followed through local training, aggregation and refinement", low=0
+    )
     target_accuracy: float = setting(0.0, "report the first round that reaches it (0: none)", low=0, high=1)
 
     model: str = setting("mlp", "convnet, mlp, resnet8, resnet18, or package.module:factory")
@@ -123,6 +126,8 @@ class Config:
             raise UserError(f"clients_per_round = {config.sampled} is more than clients = {config.clients}")
         if config.min_survivors > config.sampled:
             raise UserError(f"min_survivors = {config.min_survivors} is more than the {config.sampled} sampled a round")
+        if config.watch and max(config.watch) >= config.clients:
+            raise UserError(f"watch = {list(config.watch)} names a client beyond the last, {config.clients - 1}")
         methods.compose(config)
         return config
 

@@ -36,6 +36,8 @@ class Update:
     loss: float
     seconds: float
     extras: Mapping[str, Tree] = field(default_factory=dict)
+    curve: tuple[float, ...] = ()
+    """The loss on the client's own data after each step, of a client that is watched; only simulations have it."""
 
     @property
     def nbytes(self) -> int:
@@ -43,13 +45,21 @@ class Update:
         return tree.nbytes(self.model) + tree.nbytes(tree.nest(self.extras))
 
 
-def flaw(update: Update, broadcast: Broadcast) -> str | None:
-    """Why this update must not be averaged, or None if it is sound."""
+def flaw(update: Update, broadcast: Broadcast, layout: Mapping[str, Tree] | None = None) -> str | None:
+    """Why this update must not be averaged, or None if it is sound; `layout` is what its extras must look like."""
     if update.examples < 1:
         return f"trained on {update.examples} examples"
     if reason := _mismatch(update.model, broadcast.model):
         return reason
-    for name, tensor in (update.model | tree.nest(update.extras)).items():
+    extras = tree.nest(update.extras)
+    if layout is not None and (reason := _mismatch(extras, tree.nest(layout))):
+        return reason
+    return not_finite(update.model | extras)
+
+
+def not_finite(sent: Tree) -> str | None:
+    """A sentence about the first tensor with NaN or infinity, if there is one."""
+    for name, tensor in sent.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             return f"'{name}' holds NaN or infinity"
     return None
@@ -59,7 +69,7 @@ def _mismatch(got: Tree, expected: Tree) -> str | None:
     if missing := sorted(expected.keys() - got.keys()):
         return f"'{missing[0]}' is missing"
     if unknown := sorted(got.keys() - expected.keys()):
-        return f"'{unknown[0]}' is not a tensor of this model"
+        return f"'{unknown[0]}' is not expected"
     for name, tensor in expected.items():
         if got[name].shape != tensor.shape:
             return f"'{name}' has shape {tuple(got[name].shape)}, not {tuple(tensor.shape)}"

@@ -1,9 +1,10 @@
-"""Optimisers by name, and their moments as trees, so that they can be sent and saved like everything else."""
+"""The parts of a training loop: the order of the batches, optimisers by name, and their moments as trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -42,3 +43,14 @@ def restore(optimizer: Optimizer, saved: Tree) -> None:
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = value.clone()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def batches(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Rows of each step: a fresh shuffle every epoch, whose last batch may be short, until the steps are done."""
+    while True:
+        order = rng.permutation(samples)
+        for start in range(0, samples, size):
+            if not steps:
+                return
+            steps -= 1
+            yield order[start : start + size]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import safetensors.torch
 import torch
@@ -25,6 +25,16 @@ def clone(tree: Mapping[str, Tensor]) -> Tree:
 def to(tree: Mapping[str, Tensor], device: torch.device | str) -> Tree:
     """The same tensors on `device`."""
     return {name: tensor.to(device) for name, tensor in tree.items()}
+
+
+def only(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
+    """The tensors with these names."""
+    return {name: tree[name] for name in names}
+
+
+def without(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
+    """The tensors with other names than these."""
+    return {name: tensor for name, tensor in tree.items() if name not in names}
 
 
 def nbytes(tree: Mapping[str, Tensor]) -> int:

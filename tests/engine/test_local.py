@@ -12,9 +12,10 @@ from problems import TEST, TRAIN, tiny
 from torch import nn
 
 from dynafed import tree
-from dynafed.engine.local import batches, local_update
+from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
 from dynafed.messages import Broadcast
+from dynafed.optim import batches
 
 
 def plan_for(**changes: Any) -> Plan:

@@ -85,6 +85,9 @@ class Shift(Method):
     def finish(self, params: Tree, local: Local) -> Finished:
         return Finished(memory={"seen": torch.tensor(1)}, extras={"by": torch.tensor([float(local.client)])})
 
+    def sends(self, plan: Plan) -> Tree:
+        return {"by": torch.zeros(1)}
+
     def initial(self, plan: Plan, model: Tree) -> Tree:
         return {"rounds": torch.tensor(0)}
 

@@ -19,6 +19,11 @@ def chunks(plan: Plan) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK, size)) for start in range(0, size, CHUNK)]
 
 
+def accuracy(plan: Plan, model: Tree) -> float:
+    """The share of the evaluation split that is classified rightly."""
+    return sum(evaluate_chunk(plan, model, *ends)[0] for ends in chunks(plan)) / plan.evaluation_size()
+
+
 @torch.no_grad()
 def evaluate_chunk(plan: Plan, model: Tree, start: int, stop: int) -> tuple[int, float]:
     """How many of a slice's samples are classified rightly, and the sum of their losses."""

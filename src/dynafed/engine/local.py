@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from dynafed import optim, tree
@@ -45,6 +43,7 @@ def local_update(
         client=client,
         forward=lambda params, x: plan.forward(weights | params, x),
         start=tree.to({name: broadcast.model[name] for name in plan.trainable}, plan.device),
+        buffers=tree.clone(tree.without(weights, plan.trainable)),
         extras=tree.to(broadcast.extras.get(method.name, {}), plan.device),
         memory=tree.to(remembered.get("method", {}), plan.device),
         x=x,
@@ -52,12 +51,16 @@ def local_update(
         steps=steps,
         lr=config.lr_at(broadcast.round),
         rng=plan.seeds.rng("method", broadcast.round, client),
+        features=lambda params, x: plan.features(weights | params, x),
+        head=lambda params, z: plan.head(weights | params, z),
     )
     plan.module.train()
     total = torch.zeros((), device=plan.device)
+    curve: list[float] = []
     with plan.seeds.torch_seeded("layers", broadcast.round, client):
         local = dataclasses.replace(local, carry=method.begin(local))
-        for batch in batches(len(y), config.batch_size, steps, plan.seeds.rng("batches", broadcast.round, client)):
+        order = plan.seeds.rng("batches", broadcast.round, client)
+        for batch in optim.batches(len(y), config.batch_size, steps, order):
             index = torch.from_numpy(batch).to(plan.device)
             loss = method.loss(params, x[index], y[index], local)
             grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
@@ -67,6 +70,8 @@ def local_update(
                 parameter.grad = grads[name]
             optimizer.step()
             total += loss.detach()
+            if client in config.watch:
+                curve.append(plan.loss_on(weights, x, y))
         finished = method.finish(tree.clone(params), local)
     kept = {"method": finished.memory}
     if config.client_state == "persistent":
@@ -79,16 +84,6 @@ def local_update(
         loss=float(total) / steps,
         seconds=time.perf_counter() - began,
         extras={method.name: tree.to(finished.extras, "cpu")} if finished.extras else {},
+        curve=tuple(curve),
     )
     return update, tree.to(tree.nest(kept), "cpu")
-
-
-def batches(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Rows of each step: a fresh shuffle every epoch, whose last batch may be short, until the steps are done."""
-    while True:
-        order = rng.permutation(samples)
-        for start in range(0, samples, size):
-            if not steps:
-                return
-            steps -= 1
-            yield order[start : start + size]

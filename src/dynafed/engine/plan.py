@@ -10,15 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dynafed import data, methods, models
+from dynafed import data, methods, models, tree
 from dynafed.config import Config
 from dynafed.data import Dataset, Partition
 from dynafed.errors import UserError
 from dynafed.seeds import Seeds
 from dynafed.tree import Tree
+
+CHUNK = 1000
+"""Samples that are looked at together where there may be many."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,35 @@ class Plan:
         logits: Tensor = functional_call(self.module, weights, (x,))
         return logits
 
+    @torch.no_grad()
+    def predict(self, model: Tree, x: Tensor) -> Tensor:
+        """Logits of any number of samples, in evaluation mode."""
+        self.module.eval()
+        weights = tree.to(model, self.device)
+        return torch.cat([self.forward(weights, part) for part in torch.split(x, CHUNK)])
+
+    def features(self, weights: Tree, x: Tensor) -> Tensor:
+        """The vectors that the head of a `models.Classifier` sees."""
+        return self._part("features", weights, x)
+
+    def head(self, weights: Tree, z: Tensor) -> Tensor:
+        """Logits of such vectors."""
+        return self._part("head", weights, z)
+
+    def _part(self, name: str, weights: Tree, x: Tensor) -> Tensor:
+        own = {full.removeprefix(f"{name}."): tensor for full, tensor in weights.items() if full.startswith(f"{name}.")}
+        out: Tensor = functional_call(self.module.get_submodule(name), own, (x,))
+        return out
+
+    @torch.no_grad()
+    def loss_on(self, weights: Tree, x: Tensor, y: Tensor) -> float:
+        """The mean loss of a model on some samples, without a trace in the module's mode or buffers."""
+        before = self.module.training
+        self.module.eval()
+        loss = F.cross_entropy(self.forward(weights, x), y)
+        self.module.train(before)
+        return float(loss)
+
     def rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Samples of the training split, normalised, on the device."""
         index = torch.from_numpy(rows)
@@ -169,6 +202,12 @@ class Plan:
             )
         if not self.trainable:
             raise UserError("the model has no trainable parameters")
+        for step in self.methods.steps:
+            if step.needs.features and not isinstance(self.module, models.Classifier):
+                raise UserError(
+                    f"{step.name} looks at the network's features, and {type(self.module).__name__} doesn't say what "
+                    "they are: make it a dynafed.models.Classifier, that is head(features(x))"
+                )
 
 
 def plan_device(config: Config) -> torch.device:

@@ -23,14 +23,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from dynafed import tree
 from dynafed.config import Config
 from dynafed.engine import checkpoint
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.cohort import sample
 from dynafed.engine.files import write_bytes, write_json
 from dynafed.engine.plan import Plan
-from dynafed.engine.server import Outcome, server_broadcast, server_update
+from dynafed.engine.server import Outcome, server_broadcast, server_enrol, server_update
 from dynafed.engine.stopping import Stopped, StopRequest
+from dynafed.engine.traffic import enrolments
 from dynafed.engine.workers import Workers
 from dynafed.errors import Interrupted, UserError
 from dynafed.messages import Update
@@ -161,8 +163,12 @@ def one_round(plan: Plan, state: RunState, workers: Workers, host: Host) -> tupl
     """One communication round: the new state, and what is worth knowing about it."""
     config, round = plan.config, state.round + 1
     clock = time.perf_counter()
-    broadcast = server_broadcast(plan, round, state.model, state.server)
     record: Record = {"round": round, "lr": config.lr_at(round)}
+    if round == 1 and plan.methods.enrols:
+        server, counts = server_enrol(plan, state.server, enrolments(plan))
+        state = dataclasses.replace(state, server=server)
+        record |= counts
+    broadcast = server_broadcast(plan, round, state.model, state.server)
     attempts = 1 + (config.max_repeats if config.failed_round == "repeat" else 0)
     for attempt in range(attempts):
         cohort = sample(plan, round, attempt)
@@ -193,9 +199,24 @@ def one_round(plan: Plan, state: RunState, workers: Workers, host: Host) -> tupl
         record["accuracy"], record["loss"] = workers.evaluate(state.model)
         if isinstance(outcome, Outcome) and outcome.model is not outcome.combined:
             record["accuracy_before_refine"], _ = workers.evaluate(outcome.combined)
+        if isinstance(outcome, Outcome) and config.watch:
+            record["watch"] = _watched(plan, outcome)
         record["seconds_eval"] = time.perf_counter() - evaluated
     record["seconds"] = time.perf_counter() - clock
     return state, record
+
+
+def _watched(plan: Plan, outcome: Outcome) -> Record:
+    """The losses on watched clients' data: through local training, after the average, after refinement."""
+    found = {}
+    for client in plan.config.watch:
+        x, y = plan.client_data(client)
+        after = {
+            name: plan.loss_on(tree.to(model, plan.device), x, y)
+            for name, model in (("aggregated", outcome.combined), ("refined", outcome.model))
+        }
+        found[str(client)] = {"local": list(outcome.curves.get(client, ()))} | after
+    return found
 
 
 class Arrivals:
@@ -241,7 +262,7 @@ def summarise(plan: Plan, history: list[Record], seconds: float) -> dict[str, An
         "rounds_to_target": next(reached, None) if config.target_accuracy else None,
         "rounds": len(history),
         "parameters": sum(plan.module.get_parameter(name).numel() for name in plan.trainable),
-        "bytes_up": sum(record.get("bytes_up", 0) for record in history),
+        "bytes_up": sum(record.get("bytes_up", 0) + record.get("bytes_enrolment", 0) for record in history),
         "bytes_down": sum(record["bytes_down"] for record in history),
         "seconds": seconds,
         "peak_rss_mb": usage / (2**20 if sys.platform == "darwin" else 2**10),

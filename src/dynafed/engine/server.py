@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynafed import tree
 from dynafed.engine.plan import Plan
-from dynafed.messages import Broadcast, Update, flaw
+from dynafed.messages import Broadcast, Update, flaw, not_finite
 from dynafed.methods import Host, Mean, Server
 from dynafed.tree import Tree
 
@@ -24,12 +25,36 @@ class Outcome:
     accepted: list[int]
     rejected: list[dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
+    curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """How the losses of watched clients went in local training."""
 
 
 def server_broadcast(plan: Plan, round: int, model: Tree, server: Mapping[str, Tree]) -> Broadcast:
     """What the clients of a round get."""
     extras = {step.name: step.broadcast(server.get(step.name, {})) for step in plan.methods.steps}
     return Broadcast(round, model, {name: extra for name, extra in extras.items() if extra})
+
+
+def server_enrol(
+    plan: Plan, server: Mapping[str, Tree], enrolments: Iterable[Tree]
+) -> tuple[dict[str, Tree], dict[str, int]]:
+    """What the clients send once, before round 1, becomes part of the server's state; and how much it was.
+
+    An enrolment that holds NaN or infinity is left out.
+    """
+    counts = {"bytes_enrolment": 0, "enrolments_rejected": 0}
+
+    def sound() -> Iterator[Tree]:
+        for enrolment in enrolments:
+            counts["bytes_enrolment"] += tree.nbytes(enrolment)
+            if not_finite(enrolment):
+                counts["enrolments_rejected"] += 1
+            else:
+                yield enrolment
+
+    method = plan.methods.client
+    state = method.admit(dict(server.get(method.name, {})), plan, sound())
+    return {**server, method.name: state}, counts
 
 
 def server_update(
@@ -41,14 +66,16 @@ def server_update(
     updates than `min_survivors` there is no new model, and the list of what was rejected comes back instead.
     """
     combiner = plan.methods.combiner(plan)
+    layout = plan.methods.layout(plan)
     extras: dict[str, Mean] = {}
     kept: list[Update] = []
     accepted: list[int] = []
+    curves: dict[int, tuple[float, ...]] = {}
     rejected: list[dict[str, Any]] = []
     loss = examples = up = 0.0
     for update in updates:
         up += update.nbytes
-        if reason := flaw(update, broadcast):
+        if reason := flaw(update, broadcast, layout):
             rejected.append({"client": update.client, "reason": reason})
             continue
         combiner.add(update)
@@ -57,6 +84,8 @@ def server_update(
         if plan.methods.keeps_updates:
             kept.append(update)
         accepted.append(update.client)
+        if update.curve:
+            curves[update.client] = update.curve
         loss += update.loss * update.examples
         examples += update.examples
     if len(accepted) < plan.config.min_survivors:
@@ -72,6 +101,7 @@ def server_update(
                 plan=plan,
                 round=broadcast.round,
                 before=broadcast.model,
+                combined=combined,
                 extras=extras[step.name].result() if step.name in extras else {},
                 participants=len(accepted),
                 updates=kept,
@@ -81,4 +111,4 @@ def server_update(
         model = refined.model
         states[step.name] = refined.state
         metrics |= refined.metrics
-    return Outcome(combined, model, states, accepted, rejected, metrics)
+    return Outcome(combined, model, states, accepted, rejected, metrics, curves)

@@ -12,6 +12,7 @@ from dynafed.errors import UserError
 from dynafed.methods.base import Combiner, Finished, Host, Local, Method, Needs, Refined, Server
 from dynafed.methods.fedavg import Mean
 from dynafed.settings import nearest
+from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.config import Config
@@ -58,8 +59,18 @@ class Composition:
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether any step must see each client's model."""
-        return any(step.needs.client_models for step in self.steps)
+        """Whether any step must see all the clients' models at once; a combiner sees them one by one."""
+        return any(step.needs.client_models and type(step).overrides("refine") for step in self.steps)
+
+    @property
+    def enrols(self) -> bool:
+        """Whether the clients send something before round 1."""
+        return type(self.client).overrides("enrol")
+
+    def layout(self, plan: Plan) -> dict[str, Tree]:
+        """What an update must hold beside the model."""
+        sent = self.client.sends(plan)
+        return {self.client.name: sent} if sent else {}
 
 
 def split(method: str) -> list[str]:
@@ -83,7 +94,11 @@ def compose(config: Config) -> Composition:
         raise UserError(f"method = '{config.method}': {names} both change local training; take one of them")
     if len(averages) > 1:
         raise UserError(f"method = '{config.method}': {' and '.join(averages)} both replace the average; take one")
+    if averages and config.weighting != "uniform":
+        raise UserError(f"{averages[0]} has weights of its own: set weighting = 'uniform', not '{config.weighting}'")
     for step in steps:
         if step.needs.server_data and not config.server_samples:
             raise UserError(f"{step.name} needs {step.needs.server_data} server data: set server_samples, say to 1000")
+        if reason := step.refuses([other for other in steps if other is not step]):
+            raise UserError(f"method = '{config.method}': {reason}")
     return Composition(trainers[0] if trainers else steps[0], steps)

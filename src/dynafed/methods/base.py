@@ -7,7 +7,7 @@ server's state. So a method is stateless, runs on every engine, and every checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -34,6 +34,17 @@ class Needs:
     """Whether the server must see each client's model, not only the average."""
     client_memory: bool = False
     """Whether a client must remember something between its rounds."""
+    features: bool = False
+    """Whether the network must be `head(features(x))`, a `models.Classifier`."""
+
+    def __str__(self) -> str:
+        words = {
+            f"{self.server_data} server data": self.server_data,
+            "each client's model": self.client_models,
+            "client memory": self.client_memory,
+            "features": self.features,
+        }
+        return ", ".join(word for word, needed in words.items() if needed)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,9 @@ class Local:
     """Logits of the model with the given trainable parameters."""
     start: Tree
     """The trainable parameters of the global model, as received."""
+    buffers: Tree
+    """The rest of the global model, as received. A second model runs with `forward(other | buffers, x)`: without them,
+    it would write its batch norms' statistics into the model that is being trained."""
     extras: Tree
     """What the method's own server half sent along."""
     memory: Tree
@@ -55,6 +69,11 @@ class Local:
     steps: int
     lr: float
     rng: np.random.Generator
+    """The method's own random stream; the order of the batches doesn't depend on it."""
+    features: Callable[[Tree, Tensor], Tensor]
+    """The vectors that the head sees, with the given parameters; only if `Needs.features`."""
+    head: Callable[[Tree, Tensor], Tensor]
+    """Logits of such vectors."""
     carry: Any = None
     """What `begin` returned."""
 
@@ -87,6 +106,8 @@ class Server:
     round: int
     before: Tree
     """The global model that the clients started from."""
+    combined: Tree
+    """The average of the clients' models, whatever the steps before this one made of it."""
     extras: Tree
     """The uniform mean of what the clients' halves of this method sent."""
     participants: int
@@ -126,14 +147,22 @@ class Method:
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
-        if cls.name:
+        if vars(cls).get("name"):
             Method.registry[cls.name] = cls
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.settings: Any = config.section(self.name, self.Settings) if self.Settings else None
 
+    def refuses(self, others: Sequence[Method]) -> str | None:
+        """Why it makes no sense with this config, or together with these other methods; None if it does."""
+        return None
+
     # The client half
+
+    def enrol(self, plan: Plan, client: int) -> Tree:
+        """What every client sends once, before round 1. Costs nothing unless a method overrides it."""
+        return {}
 
     def begin(self, local: Local) -> Any:
         """Prepare what stays the same during local training; it arrives in `local.carry`."""
@@ -151,11 +180,19 @@ class Method:
         """What to keep and what to send, after the last step."""
         return Finished()
 
+    def sends(self, plan: Plan) -> Tree:
+        """The layout of `Finished.extras`: an update with other names, shapes or dtypes is rejected."""
+        return {}
+
     # The server half
 
     def initial(self, plan: Plan, model: Tree) -> Tree:
         """The server's state before round 1."""
         return {}
+
+    def admit(self, state: Tree, plan: Plan, enrolments: Iterable[Tree]) -> Tree:
+        """The server's state after what the clients sent with `enrol`."""
+        return state
 
     def broadcast(self, state: Tree) -> Tree:
         """What every sampled client gets beside the model."""
@@ -177,4 +214,4 @@ class Method:
     @classmethod
     def trains(cls) -> bool:
         """Whether it has a client half."""
-        return cls.overrides("begin", "loss", "adjust", "finish")
+        return cls.overrides("enrol", "begin", "loss", "adjust", "finish")

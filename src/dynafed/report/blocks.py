@@ -5,7 +5,7 @@ block without `kind` is text alone. By kind, `data` is
 
 - `images`: `{"images": [{"src": ..., "caption": ...}]}`. `src` is a data URI (png, jpeg, gif or webp, base64) or the
   path of a PNG inside the run folder, relative to it, which is put into the page. `"pixelated": true` keeps small
-  images crisp when they are enlarged.
+  images crisp when they are enlarged; `"small": true` enlarges them less.
 - `lines`: `{"x": [...], "series": {name: [...]}, "xlabel": ..., "ylabel": ...}`; null is a gap.
 - `bars`: `{"labels": [...], "series": {name: [...]}, "ylabel": ...}`.
 - `table`: `{"columns": [...], "rows": [[...], ...]}`, sortable by a click.
@@ -110,7 +110,8 @@ def images(data: Any, folder: Path) -> str:
             + (f"<figcaption>{caption}</figcaption>" if caption else "")
             + "</figure>"
         )
-    return f'<div class="images{" crisp" if data.get("pixelated") else ""}">{"".join(shown)}</div>'
+    style = "".join(f" {name}" for name, key in (("crisp", "pixelated"), ("small", "small")) if data.get(key))
+    return f'<div class="images{style}">{"".join(shown)}</div>'
 
 
 def paragraphs(text: Any) -> str:

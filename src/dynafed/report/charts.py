@@ -49,14 +49,36 @@ def compared(groups: Sequence[Group], key: str, **more: Any) -> Spec | None:
 
 def extra_keys(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
     """Other numbers in the metrics: those that vary (to be drawn), and those that never do, with their value."""
-    seen: dict[str, set[float]] = {}
+    seen: dict[str, list[float]] = {}
     for run in runs:
         for record in run.rounds:
             for key, value in record.items():
-                if key not in KNOWN and isinstance(value, int | float) and not isinstance(value, bool):
-                    seen.setdefault(key, set()).add(value)
-    varying = [key for key, values in seen.items() if len(values) > 1]
-    return varying, {key: values.pop() for key, values in seen.items() if len(values) == 1}
+                known = key in KNOWN or key.startswith("watch.")
+                if not known and isinstance(value, int | float) and not isinstance(value, bool):
+                    seen.setdefault(key, []).append(value)
+    # What is measured in one round only, of many, is no curve, nor "the same in every round".
+    lasting = {key: values for key, values in seen.items() if len(values) > 1 or len(runs[0].rounds) == 1}
+    varying = [key for key, values in lasting.items() if len(set(values)) > 1]
+    return varying, {key: values[0] for key, values in lasting.items() if len(set(values)) == 1}
+
+
+def watched(run: Run) -> Spec | None:
+    """Watched clients' losses: each round their local training (if they took part), the average, the refinement."""
+    clients = sorted(
+        {key.split(".")[1] for record in run.rounds for key in record if key.startswith("watch.")}, key=int
+    )
+    series = []
+    for place, client in enumerate(clients):
+        points: list[tuple[float, float]] = []
+        for record in run.rounds:
+            round, local = record["round"], record.get(f"watch.{client}.local") or []
+            points += [(round - 1 + 0.8 * (step + 1) / len(local), loss) for step, loss in enumerate(local)]
+            for when, name in ((round - 0.1, "aggregated"), (round, "refined")):
+                if (loss := record.get(f"watch.{client}.{name}")) is not None:
+                    points.append((when, loss))
+        x, y = zip(*points, strict=True)
+        series.append({"name": f"client {client}", "x": x, "y": y, "colour": place})
+    return {"kind": "lines", "xlabel": "round", "zero": True, "series": series} if series else None
 
 
 def timing(run: Run) -> Spec | None:

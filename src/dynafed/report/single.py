@@ -42,6 +42,13 @@ def run_page(run: Run, base: Path) -> str:
             _event_table(run),
             lead=esc(event_sentence(run)),
         )
+    if charts.watched(run):
+        page.section(
+            "Losses on single clients' data",
+            grid(page.chart(charts.watched(run), "Loss of watched clients", wide=True)),
+            lead="In each round: through the client's own local training, where it took part; then of the average; "
+            "then, at the round's number, of the refined global model.",
+        )
     varying, constant = charts.extra_keys([run])
     page.section(
         "Other measures",

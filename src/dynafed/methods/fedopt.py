@@ -1,0 +1,134 @@
+"""Server optimisers: the way from the old global model to the clients' average is a gradient to step along.
+
+Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, 2019.
+Reddi et al., Adaptive Federated Optimization, ICLR 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dynafed.methods.base import Method, Refined, Server
+from dynafed.settings import setting
+from dynafed.tree import Tree, map_tensors, nest, only, unnest
+
+if TYPE_CHECKING:
+    from dynafed.engine.plan import Plan
+
+
+@dataclass(frozen=True)
+class MomentumSettings:
+    """Section `fedavgm`."""
+
+    lr: float = setting(1.0, "of the server", above=0)
+    momentum: float = setting(0.9, "how much of the last step goes on", low=0, high=1)
+
+
+@dataclass(frozen=True)
+class AdaptiveSettings:
+    """Sections `fedadam` and `fedyogi`."""
+
+    lr: float = setting(0.01, "of the server; the paper tunes it per task", above=0)
+    beta1: float = setting(0.9, "decay of the first moment", low=0, high=1)
+    beta2: float = setting(0.99, "decay of the second moment", low=0, high=1)
+    tau: float = setting(1e-3, "added to the root of the second moment", above=0)
+
+
+class ServerOptimizer(Method):
+    """Steps from the old global model along delta = new - old; buffers are taken from the new one as they are."""
+
+    def refuses(self, others: Sequence[Method]) -> str | None:
+        """Two of them would each undo the other's scale."""
+        second = [other.name for other in others if isinstance(other, ServerOptimizer)]
+        return f"{self.name} and {second[0]} are both server optimisers; take one" if second else None
+
+    def initial(self, plan: Plan, model: Tree) -> Tree:
+        """The moments before the first step."""
+        trainable = only(model, plan.trainable)
+        return nest(
+            {
+                name: map_tensors(lambda t, v=value: torch.full_like(t, v), trainable)
+                for name, value in self.moments().items()
+            }
+        )
+
+    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+        """One step of the optimiser."""
+        moments, stepped = unnest(state), dict(model)
+        for name in server.plan.trainable:
+            old = {moment: values[name] for moment, values in moments.items()}
+            step, new = self.step(model[name] - server.before[name], old)
+            stepped[name] = server.before[name] + self.settings.lr * step
+            for moment, value in new.items():
+                moments[moment][name] = value
+        return Refined(stepped, nest(moments))
+
+    def moments(self) -> dict[str, float]:
+        """The names of the moments, and their first values."""
+        raise NotImplementedError
+
+    def step(self, delta: Tensor, moments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The direction of one tensor's step, and its new moments."""
+        raise NotImplementedError
+
+
+class FedAvgM(ServerOptimizer):
+    """v = momentum * v + delta; w = w_old + lr * v."""
+
+    name = "fedavgm"
+    summary = "server momentum"
+    citation = "Hsu, Qi and Brown, arXiv:1909.06335, 2019"
+    Settings = MomentumSettings
+    settings: MomentumSettings
+
+    def moments(self) -> dict[str, float]:
+        """The velocity."""
+        return {"v": 0.0}
+
+    def step(self, delta: Tensor, moments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Along the velocity."""
+        velocity = self.settings.momentum * moments["v"] + delta
+        return velocity, {"v": velocity}
+
+
+class FedAdam(ServerOptimizer):
+    """m and v are running means of delta and of its square; w = w_old + lr * m / (sqrt(v) + tau)."""
+
+    name = "fedadam"
+    summary = "Adam on the server"
+    citation = "Reddi et al., ICLR 2021"
+    Settings = AdaptiveSettings
+    settings: AdaptiveSettings
+
+    def moments(self) -> dict[str, float]:
+        """The paper starts v at tau^2."""
+        return {"m": 0.0, "v": self.settings.tau**2}
+
+    def step(self, delta: Tensor, moments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Along the first moment, scaled by the second."""
+        chosen = self.settings
+        m = chosen.beta1 * moments["m"] + (1 - chosen.beta1) * delta
+        v = self.second(moments["v"], delta.square())
+        return m / (v.sqrt() + chosen.tau), {"m": m, "v": v}
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        """The new second moment."""
+        beta2 = self.settings.beta2
+        return beta2 * v + (1 - beta2) * square
+
+
+class FedYogi(FedAdam):
+    """FedAdam whose v moves by a fixed share of delta^2, up or down, and so forgets more slowly."""
+
+    name = "fedyogi"
+    summary = "Yogi on the server"
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        """The new second moment."""
+        beta2 = self.settings.beta2
+        return v - (1 - beta2) * square * torch.sign(v - square)

@@ -1,0 +1,39 @@
+"""FedProx: a client is held back from drifting away from the global model.
+
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynafed.methods.base import Local, Method
+from dynafed.settings import setting
+from dynafed.tree import Tree, map_tensors
+
+
+@dataclass(frozen=True)
+class FedProxSettings:
+    """Section `fedprox`."""
+
+    mu: float = setting(0.01, "strength of the pull; the paper tries 0.001, 0.01, 0.1 and 1", low=0)
+
+
+class FedProx(Method):
+    """Adds mu/2 * ||w - w_global||^2 to the local loss.
+
+    Only its gradient, mu * (w - w_global), is ever computed, so the training loss in the metrics stays the data's.
+    """
+
+    name = "fedprox"
+    summary = "pulls each client's model towards the global one"
+    citation = "Li et al., MLSys 2020"
+    Settings = FedProxSettings
+    settings: FedProxSettings
+
+    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
+        """Add the gradient of the proximal term."""
+        mu = self.settings.mu
+        if mu == 0:
+            return grads
+        return map_tensors(lambda grad, w, start: grad + mu * (w - start), grads, params, local.start)

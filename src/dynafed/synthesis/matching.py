@@ -1,0 +1,173 @@
+"""How far training on synthetic samples lands from where it should, and the exact gradient of that, in flat memory.
+
+The inner loop takes `steps` of gradient descent on the whole synthetic set: th_(i+1) = th_i - lr * g(th_i, x, y).
+Its gradient needs no unrolled graph. With lam = d(distance)/d(th_steps), go back step by step:
+
+    dlr -= <g, lam>      dx -= lr * d<g, lam>/dx      dy -= lr * d<g, lam>/dy      lam -= lr * H lam
+
+where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters of each step are kept,
+and every term is a sum over samples, so the set can be taken in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dynafed.errors import UserError
+from dynafed.tree import Tree
+
+Augment = Callable[[Tensor, int], Tensor]
+"""Changes a batch, differentiably; the same (batch, inner step) gives the same result."""
+
+DISTANCES = ("l2", "cosine")
+
+
+def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy with label distributions, summed over classes and over samples."""
+    return -(labels * F.log_softmax(logits, dim=1)).sum()
+
+
+def distance_between(kind: str, reached: Tree, start: Tree, target: Tree) -> Tensor:
+    """`l2`: squared distance to the target over that from start to target. `cosine`: 1 - cos(reached, target)."""
+    if kind == "l2":
+        return _squared(reached, target) / _squared(start, target)
+    if kind == "cosine":
+        dot = sum((reached[name] * target[name]).sum() for name in target)
+        norms = [sum(tensor.square().sum() for tensor in tree.values()) for tree in (reached, target)]
+        return 1 - dot / (norms[0] * norms[1]) ** 0.5
+    raise UserError(f"distance = '{kind}' is not one of {', '.join(DISTANCES)}")
+
+
+def _squared(a: Tree, b: Tree) -> Tensor:
+    return sum((a[name] - b[name]).square().sum() for name in b)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The inner training problem: a network and a synthetic set, whose gradient is a mean over the set's samples."""
+
+    model: nn.Module
+    labels: Tensor
+    """Label distributions."""
+    scale: float
+    """The loss's factor: 1 / samples, or less where the loss is also averaged over classes."""
+    chunk: int
+
+    def loss(self, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
+        """A chunk's share of the loss."""
+        return soft_cross_entropy(functional_call(self.model, params, (x,)), labels) * self.scale
+
+    def gradient(self, params: Tree, x: Tensor) -> Tree:
+        """The loss's gradient with respect to the parameters."""
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        total: tuple[Tensor, ...] = ()
+        for part, labels in self._chunks(x):
+            grads = torch.autograd.grad(self.loss(leaves, part, labels), list(leaves.values()))
+            total = tuple(a + b for a, b in zip(total, grads, strict=True)) if total else grads
+        return dict(zip(params, total, strict=True))
+
+    def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(torch.split(x, self.chunk), torch.split(self.labels, self.chunk), strict=True)
+
+    def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tensor, Tree, Tensor, Tensor]:
+        """<g, direction> and its derivatives with respect to the parameters, the samples and the labels."""
+        value = torch.zeros((), dtype=x.dtype, device=x.device)
+        hessian = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+        by_x, by_labels = [], []
+        for part, labels in self._chunks(x):
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+            part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
+            loss = self.loss(leaves, part, labels)
+            grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            dot = sum((grad * direction[name]).sum() for name, grad in zip(leaves, grads, strict=True))
+            # Some derivatives can be absent: those of a purely linear part of the network, for instance.
+            *second, dx, dl = torch.autograd.grad(dot, [*leaves.values(), part, labels], materialize_grads=True)  # type: ignore[arg-type]
+            value += dot.detach()  # type: ignore[union-attr]
+            for name, tensor in zip(leaves, second, strict=True):
+                hessian[name] += tensor
+            by_x.append(dx)
+            by_labels.append(dl)
+        return value, hessian, torch.cat(by_x), torch.cat(by_labels)
+
+
+def matching_gradient(
+    model: nn.Module,
+    start: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    lr: float | Tensor,
+    steps: int,
+    *,
+    distance: str = "l2",
+    augment: Augment | None = None,
+    loss_scale: float = 1.0,
+    chunk: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Train from `start` for `steps` steps on (x, softmax(y)) and measure the distance to `target`.
+
+    Returns the distance and its exact gradients with respect to the samples, the label logits and the inner rate.
+    `start` and `target` are named parameters; the loss is soft-label cross-entropy, summed over classes, averaged over
+    samples, times `loss_scale`. The model must treat samples independently and have no in-place state;
+    `chunk` of them are taken at a time.
+    """
+    refuse_batch_state(model)
+    device = x.device
+    rate = float(lr)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    start = {name: start[name].detach().to(device) for name in names}
+    target = {name: target[name].detach().to(device) for name in names}
+    x, y = x.detach(), y.detach()
+    inner = Inner(model, y.softmax(dim=1), loss_scale / len(x), chunk or _automatic_chunk(model, len(x)))
+
+    def seen(step: int) -> Tensor:
+        return x if augment is None else augment(x, step)
+
+    path = [start]
+    for step in range(steps):
+        with torch.no_grad():
+            batch = seen(step)
+        grads = inner.gradient(path[-1], batch)
+        path.append({name: path[-1][name] - rate * grads[name] for name in names})
+
+    reached = {name: tensor.requires_grad_() for name, tensor in path.pop().items()}
+    apart = distance_between(distance, reached, start, target)
+    lam = dict(zip(names, torch.autograd.grad(apart, list(reached.values())), strict=True))
+    dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(y), torch.zeros((), dtype=x.dtype, device=device)
+    for step in reversed(range(steps)):
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            batch = leaf if augment is None else augment(leaf, step)
+        value, hessian, by_x, by_labels = inner.product(path.pop(), batch, lam)
+        if augment is not None:
+            (by_x,) = torch.autograd.grad(batch, leaf, by_x)
+        dx -= rate * by_x
+        dlabels -= rate * by_labels
+        dlr -= value
+        lam = {name: lam[name] - rate * hessian[name] for name in names}
+    with torch.enable_grad():
+        logits = y.detach().requires_grad_()
+        (dy,) = torch.autograd.grad(logits.softmax(dim=1), logits, dlabels)
+    return apart.detach(), dx, dy, dlr
+
+
+def _automatic_chunk(model: nn.Module, samples: int) -> int:
+    """What convolutions leave between them outgrows the cache; a few big matrices don't."""
+    convolves = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
+    return min(samples, 64) if convolves else samples
+
+
+def refuse_batch_state(model: nn.Module) -> None:
+    """Say clearly that a network with batch statistics can't be matched."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f"'{name}' is a BatchNorm layer: its output depends on the whole batch and its buffers change in "
+                "training, which trajectory matching can't use; take GroupNorm (norm = 'instance')"
+            )

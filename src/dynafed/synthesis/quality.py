@@ -1,0 +1,84 @@
+"""What D_syn is worth, as in the paper's figures: does it mimic the global dynamics, can a network learn from it?
+
+The measures compare with real samples and with noise, so they belong to simulations: a server has no real samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dynafed.engine.evaluate import accuracy
+from dynafed.synthesis.dataset import Synthetic
+from dynafed.synthesis.matching import Inner, distance_between
+from dynafed.synthesis.refine import train_on
+from dynafed.synthesis.synthesize import Segments, loss_scale
+
+if TYPE_CHECKING:
+    from dynafed.engine.plan import Plan
+
+SCRATCH = ("adam", 1e-3, 300)
+"""How a network is trained from scratch on D_syn: optimiser, rate, steps."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The evidence for one synthetic set; the measures by segment are named by the segment's first checkpoint."""
+
+    matching_by_segment: dict[int, float]
+    """Normalised squared distance to the end of the segment after the inner steps."""
+    cosine_by_segment: dict[str, dict[int, float]]
+    """Cosine distance to the end of the segment, after as many steps on D_syn, on real samples, on noise."""
+    scratch_accuracy: float
+    """Of a fresh network trained on D_syn alone."""
+
+
+def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
+    """Take all the measures; the random choices are the run's own."""
+    count, classes = synthetic.logits.shape
+    rng = plan.seeds.rng("quality")
+    rows = np.sort(rng.choice(len(plan.dataset.train_y), count, replace=count > len(plan.dataset.train_y)))
+    x, y = plan.rows(rows)
+    noise = torch.from_numpy(rng.standard_normal(synthetic.x.shape, dtype=np.float32)).to(plan.device)
+    guesses = torch.from_numpy(rng.integers(0, classes, count)).to(plan.device)
+    sets = {
+        "D_syn": (synthetic.x.to(plan.device), synthetic.labels.to(plan.device)),
+        "real samples": (x, F.one_hot(y, classes).float()),
+        "noise": (noise, F.one_hot(guesses, classes).float()),
+    }
+    cosine = {name: _distances(plan, segments, *each, synthetic.inner_lr, "cosine") for name, each in sets.items()}
+    matching = _distances(plan, segments, *sets["D_syn"], synthetic.inner_lr, "l2")
+    return Quality(matching, cosine, scratch_accuracy(plan, synthetic))
+
+
+def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
+    """The accuracy of a fresh network of the same kind that saw nothing but D_syn."""
+    fresh = copy.deepcopy(plan.module)
+    with plan.seeds.torch_seeded("scratch"):
+        for layer in fresh.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+    weights = {name: tensor.detach() for name, tensor in fresh.state_dict().items()}
+    optimizer, lr, steps = SCRATCH
+    trained = train_on(plan.module, weights, synthetic, optimizer, lr, steps, rng=plan.seeds.rng("scratch"))
+    return accuracy(plan, trained)
+
+
+def _distances(
+    plan: Plan, segments: Segments, x: torch.Tensor, labels: torch.Tensor, lr: float, kind: str
+) -> dict[int, float]:
+    config = segments.config
+    inner = Inner(plan.module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk or len(x))
+    found = {}
+    for segment in segments.whole():
+        params = segment.start
+        for _ in range(config.inner_steps):
+            grads = inner.gradient(params, x)
+            params = {name: tensor - lr * grads[name] for name, tensor in params.items()}
+        found[segment.begin] = float(distance_between(kind, params, segment.start, segment.target))
+    return found

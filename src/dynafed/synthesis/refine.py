@@ -1,0 +1,72 @@
+"""Training on the synthetic set: fine-tuning the global model, or a network from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dynafed import optim, tree
+from dynafed.seeds import Seeds
+from dynafed.synthesis.dataset import Synthetic
+from dynafed.synthesis.matching import soft_cross_entropy
+from dynafed.synthesis.settings import DynaFedSettings
+from dynafed.synthesis.synthesize import keyed_augment, loss_scale
+from dynafed.tree import Tree
+
+
+def finetune(
+    module: nn.Module, weights: Tree, synthetic: Synthetic, config: DynaFedSettings, seeds: Seeds, round: int
+) -> Tree:
+    """The global model after `finetune_steps` steps on the synthetic samples, with a fresh optimiser."""
+    return train_on(
+        module,
+        weights,
+        synthetic,
+        config.finetune_optimizer,
+        config.finetune_lr,
+        config.finetune_steps,
+        rng=seeds.rng("finetune", round),
+        batch=config.finetune_batch,
+        scale=loss_scale(config, synthetic.logits.shape[1]),
+        change=keyed_augment(config, seeds, "finetune", round),
+    )
+
+
+def train_on(
+    module: nn.Module,
+    weights: Tree,
+    synthetic: Synthetic,
+    optimizer: str,
+    lr: float,
+    steps: int,
+    *,
+    rng: np.random.Generator,
+    batch: int = 0,
+    scale: float = 1.0,
+    change: Callable[[Tensor, int], Tensor] | None = None,
+) -> Tree:
+    """The weights after so many steps on the synthetic samples; buffers stay as they are.
+
+    The arithmetic is done on the module's device; the result is where `weights` were.
+    """
+    if not steps:
+        return weights
+    module.eval()
+    device = next(module.parameters()).device
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    moved = tree.to(tree.clone(weights), device)
+    params = {name: moved[name].requires_grad_() for name in weights if name in trained}
+    x, labels = synthetic.x.to(device), synthetic.labels.to(device)
+    stepper = optim.make(optimizer, list(params.values()), lr)
+    for number, picked in enumerate(optim.batches(len(x), batch or len(x), steps, rng)):
+        rows = torch.from_numpy(picked).to(device)
+        seen = x[rows] if change is None else change(x[rows], number)
+        loss = soft_cross_entropy(functional_call(module, moved, (seen,)), labels[rows]) * (scale / len(rows))
+        for parameter, grad in zip(params.values(), torch.autograd.grad(loss, list(params.values())), strict=True):
+            parameter.grad = grad
+        stepper.step()
+    return {name: tensor.detach().to(weights[name].device) for name, tensor in moved.items()}

@@ -1,0 +1,52 @@
+"""Every choice that the paper and its authors' code make about the trajectory, the synthesis and the refinement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynafed.optim import OPTIMIZERS
+from dynafed.settings import setting
+
+
+@dataclass(frozen=True)
+class DynaFedSettings:
+    """Section `dynafed`."""
+
+    trajectory: int = setting(20, "L: rounds that are recorded before the synthesis", low=2)
+    include_initial: bool = setting(False, "whether the initial model is the trajectory's first checkpoint")
+    segment: int = setting(5, "s: checkpoints from a segment's start to its end", low=1)
+    targets: tuple[int, ...] = setting((2,), "how many checkpoints are averaged to a target, drawn if several", low=1)
+    target_draw: str = setting(
+        "distinct",
+        "the target's checkpoints: distinct or with replacement among the s after the start, or the segment's last",
+        choices=("distinct", "replacement", "last"),
+    )
+    samples: int = setting(150, "synthetic samples", low=1)
+    iterations: int = setting(1000, "N: steps of the synthesis", low=1)
+    inner_steps: int = setting(20, "s': gradient steps on the synthetic samples in each iteration", low=1)
+    inner_lr: float = setting(0.0, "rate of the inner steps, where it starts if it is learned (0: automatic)", low=0)
+    inner_lr_rate: float = setting(
+        0.02, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
+    )
+    image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
+    image_lr: float = setting(0.05, "its rate", above=0)
+    learn_labels: bool = setting(True, "whether the labels are learned, too")
+    label_optimizer: str = setting("adam", "of the label logits", choices=OPTIMIZERS)
+    label_lr: float = setting(0.05, "its rate", above=0)
+    distance: str = setting("l2", "between where the inner steps lead and the target", choices=("l2", "cosine"))
+    loss_reduction: str = setting(
+        "samples",
+        "whether the soft-label loss is a mean over samples, or over classes, too",
+        choices=("samples", "all"),
+    )
+    augment: bool = setting(False, "one random differentiable change at each inner and each fine-tuning step")
+    finetune_optimizer: str = setting("adam", "fresh in every round", choices=OPTIMIZERS)
+    finetune_lr: float = setting(1e-4, "its rate", above=0)
+    finetune_steps: int = setting(20, "steps of fine-tuning in every round after the synthesis", low=0)
+    finetune_batch: int = setting(0, "samples in such a step (0: all)", low=0)
+    resynthesize_every: int = setting(0, "synthesise again after so many rounds, from the latest ones (0: once)", low=0)
+    evidence: bool = setting(
+        False, "measure D_syn as the paper's figures do: against real samples, noise, from scratch"
+    )
+    synthetic: str = setting("", "a synthetic.safetensors to use instead of a synthesis")
+    chunk: int = setting(0, "samples differentiated at a time (0: 64 for convolutions, else all)", low=0)

@@ -1,0 +1,241 @@
+"""Algorithm 1: the matching loss falls without tuning, interruptions leave no trace, bad trajectories are told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from dynafed import UserError, optim, tree
+from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
+from dynafed.seeds import Seeds
+from dynafed.synthesis import DynaFedSettings, Synthetic, finetune, synthesize
+from dynafed.synthesis.synthesize import EXPLODED, Segments, Work
+from dynafed.tree import Tree
+
+SMALL = {"samples": 20, "iterations": 12, "inner_steps": 5, "segment": 2, "trajectory": 5, "inner_lr": 0.1}
+
+
+def trained(model: nn.Module, shape: tuple[int, ...], classes: int, checkpoints: int = 6) -> list[Tree]:
+    """A trajectory as a real run leaves it: some Adam steps between the checkpoints, on classes with structure."""
+    rng = np.random.default_rng(0)
+    centres = torch.from_numpy(rng.normal(size=(classes, *shape)).astype(np.float32))
+    params = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()}
+    optimizer = optim.make("adam", list(params.values()), 2e-3)
+    path = [tree.clone(params)]
+    for _ in range(checkpoints - 1):
+        for _ in range(10):
+            y = torch.from_numpy(rng.integers(0, classes, 64))
+            x = centres[y] + torch.from_numpy(rng.normal(size=(64, *shape)).astype(np.float32))
+            loss = nn.functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+            for parameter, grad in zip(params.values(), torch.autograd.grad(loss, list(params.values())), strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        path.append(tree.clone(params))
+    return path
+
+
+def seeded(make: Any, *arguments: Any) -> nn.Module:
+    with Seeds(0).torch_seeded("model"):
+        module: nn.Module = make(*arguments)
+    return module
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[nn.Module, list[Tree]]:
+    model = seeded(mlp, (6,), 4, MLPSettings(width=8))
+    return model, trained(model, (6,), 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "classes", "settings"),
+    [
+        (mlp, (12,), 4, MLPSettings(width=16)),
+        (mlp, (1, 8, 8), 10, MLPSettings(width=64)),
+        (mlp, (1, 8, 8), 100, MLPSettings(width=32)),
+        (convnet, (1, 8, 8), 10, ConvNetSettings(width=16, depth=2)),
+        (convnet, (3, 8, 8), 10, ConvNetSettings(width=32, depth=1)),
+    ],
+    ids=["rows", "mlp", "100 classes", "1 channel", "3 channels"],
+)
+def test_without_tuning_the_matching_loss_falls_by_a_quarter(
+    make: Any, shape: tuple[int, ...], classes: int, settings: Any
+) -> None:
+    model = seeded(make, shape, classes, settings)
+    losses: list[float] = []
+    config = {"samples": max(30, classes), "iterations": 60, "inner_steps": 8, "segment": 3, "trajectory": 6}
+    synthesize(
+        model,
+        trained(model, shape, classes),
+        shape,
+        classes,
+        config,
+        seen=lambda iteration, loss, x: losses.append(loss),
+    )
+    assert np.mean(losses[-10:]) < 0.75
+
+
+def test_the_same_seed_gives_the_same_samples_and_the_labels_stay_distributions(case: Any) -> None:
+    model, path = case
+    one, same, other = (synthesize(model, path, (6,), 4, SMALL, seed) for seed in (0, 0, 1))
+    assert tree.digest(one.tree()) == tree.digest(same.tree()) != tree.digest(other.tree())
+    torch.testing.assert_close(one.labels.sum(1), torch.ones(20))
+    assert one.inner_lr > 0
+    assert one.provenance["config"]["samples"] == 20
+    assert {"seed", "trajectory", "version"} <= set(one.provenance)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 7])
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path: Path, after: int) -> None:
+    model, path = case
+    whole = synthesize(model, path, (6,), 4, SMALL)
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after + 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        synthesize(model, path, (6,), 4, SMALL, work=tmp_path / "work", check=check)
+    seen: list[int] = []
+    again = synthesize(
+        model, path, (6,), 4, SMALL, work=tmp_path / "work", seen=lambda iteration, loss, x: seen.append(iteration)
+    )
+    assert seen[0] == after + 1
+    assert tree.digest(again.tree()) == tree.digest(whole.tree())
+    assert not (tmp_path / "work").exists()
+
+
+def test_work_of_another_task_or_a_damaged_file_is_not_taken_over(case: Any, tmp_path: Path) -> None:
+    model, path = case
+    whole = synthesize(model, path, (6,), 4, SMALL)
+    work = Work(DynaFedSettings(samples=20), (6,), 4, Seeds(0), torch.device("cpu"))
+    work.save(tmp_path / "other", "another task")
+    (tmp_path / "broken").write_bytes(b"nothing")
+    for name in ("other", "broken"):
+        assert tree.digest(synthesize(model, path, (6,), 4, SMALL, work=tmp_path / name).tree()) == tree.digest(
+            whole.tree()
+        )
+
+
+def test_from_a_folder_of_checkpoints(case: Any, tmp_path: Path) -> None:
+    model, path = case
+    for number, checkpoint in enumerate(path):
+        safetensors.torch.save_file(checkpoint, tmp_path / f"{number:03d}.safetensors")
+    from_folder = synthesize(model, tmp_path, (6,), 4, SMALL)
+    assert tree.digest(from_folder.tree()) == tree.digest(synthesize(model, path, (6,), 4, SMALL).tree())
+    with pytest.raises(UserError, match="at least two"):
+        synthesize(model, tmp_path / "empty", (6,), 4, SMALL)
+    (tmp_path / "000.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="damaged"):
+        synthesize(model, tmp_path, (6,), 4, SMALL)
+
+
+def test_an_exploding_rate_is_halved_until_it_works(case: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, path = case
+    losses: list[float] = []
+    made = synthesize(
+        model,
+        path,
+        (6,),
+        4,
+        SMALL | {"inner_lr": 1e6, "iterations": 40},
+        seen=lambda iteration, loss, x: losses.append(loss),
+    )
+    assert "inner rate halved" in caplog.text
+    assert 0 < made.inner_lr < 1e6
+    assert losses[-1] <= EXPLODED
+    assert torch.isfinite(made.x).all()
+
+
+def test_a_trajectory_that_stands_still_is_told(case: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, path = case
+    with pytest.raises(UserError, match="doesn't move"):
+        synthesize(model, [path[0]] * 6, (6,), 4, SMALL)
+    synthesize(model, [path[0], path[0], *path[1:]], (6,), 4, SMALL)
+    assert "1 segments" in caplog.text
+    with pytest.raises(UserError, match="too few"):
+        synthesize(model, path[:2], (6,), 4, SMALL)
+    with pytest.raises(UserError, match="lacks"):
+        synthesize(model, [{"w": torch.zeros(1)}] * 5, (6,), 4, SMALL)
+
+
+def test_how_targets_are_drawn(case: Any) -> None:
+    _, path = case
+    whole = [tree.nest({"m": checkpoint})["m/head.bias"] for checkpoint in path]
+
+    def targets(**changes: Any) -> list[tuple[int, Tensor]]:
+        config = DynaFedSettings(segment=3, **changes)
+        drawn = [Segments(path, config, Seeds(0)).draw(iteration) for iteration in range(40)]
+        return [(segment.begin, segment.target["head.bias"]) for segment in drawn]
+
+    assert {begin for begin, _ in targets()} == {0, 1, 2}
+    assert all(torch.equal(target, whole[begin + 3]) for begin, target in targets(target_draw="last"))
+    for begin, target in targets(targets=(1,)):
+        assert any(torch.equal(target, whole[begin + ahead]) for ahead in (1, 2, 3))
+    pairs = [(1, 2), (1, 3), (2, 3)]
+    for begin, target in targets():
+        assert any(torch.allclose(target, (whole[begin + a] + whole[begin + b]) / 2) for a, b in pairs)
+    for begin, target in targets(targets=(3,)):
+        torch.testing.assert_close(target, sum(whole[begin + ahead] for ahead in (1, 2, 3)) / 3)
+    assert len({round(float(target[0]), 6) for _, target in targets(target_draw="replacement", targets=(2, 3))}) > 9
+
+
+def test_labels_and_rate_can_be_fixed(case: Any) -> None:
+    model, path = case
+    made = synthesize(model, path, (6,), 4, SMALL | {"learn_labels": False, "inner_lr_rate": 0.0})
+    assert torch.equal(made.logits, torch.zeros(20, 4))
+    assert made.inner_lr == pytest.approx(0.1)
+
+
+def test_synthetic_sets_are_saved_with_their_provenance_and_checked_when_read(case: Any, tmp_path: Path) -> None:
+    model, path = case
+    made = synthesize(model, path, (6,), 4, SMALL)
+    made.save(tmp_path / "s.safetensors")
+    again = Synthetic.load(tmp_path / "s.safetensors", (6,), 4)
+    assert tree.digest(again.tree()) == tree.digest(made.tree())
+    assert again.provenance["config"]["inner_steps"] == 5
+    with pytest.raises(UserError, match="not \\(7,\\) in 4"):
+        Synthetic.load(tmp_path / "s.safetensors", (7,), 4)
+    with pytest.raises(UserError, match="no synthetic set"):
+        Synthetic.load(tmp_path / "absent", (6,), 4)
+    Synthetic(made.x * np.inf, made.logits, 0.1).save(tmp_path / "bad.safetensors")
+    with pytest.raises(UserError, match="NaN or infinity"):
+        Synthetic.load(tmp_path / "bad.safetensors", (6,), 4)
+
+
+def test_fine_tuning_by_hand(case: Any) -> None:
+    model, path = case
+    made = synthesize(model, path, (6,), 4, SMALL)
+    config = DynaFedSettings(finetune_optimizer="sgd", finetune_lr=0.5, finetune_steps=1)
+    tuned = finetune(model, path[0], made, config, Seeds(0), 1)
+    params = {name: tensor.clone().requires_grad_() for name, tensor in path[0].items()}
+    logits = torch.func.functional_call(model, params, (made.x,))
+    loss = -(made.labels * logits.log_softmax(1)).sum() / 20
+    for (name, tensor), grad in zip(path[0].items(), torch.autograd.grad(loss, list(params.values())), strict=True):
+        torch.testing.assert_close(tuned[name], tensor - 0.5 * grad)
+    nothing = DynaFedSettings(finetune_steps=0)
+    assert finetune(model, path[0], made, nothing, Seeds(0), 1) is path[0]
+    batched = DynaFedSettings(finetune_steps=3, finetune_batch=8, augment=True)
+    one, same, later = (finetune(model, path[0], made, batched, Seeds(0), round) for round in (1, 1, 2))
+    assert tree.digest(one) == tree.digest(same) != tree.digest(later)
+
+
+def test_bits_do_not_depend_on_log_level(case: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, path = case
+    caplog.set_level(logging.INFO, "dynafed")
+    automatic = {key: value for key, value in SMALL.items() if key != "inner_lr"}
+    synthesize(model, path, (6,), 4, automatic)
+    assert "inner rate starts at" in caplog.text

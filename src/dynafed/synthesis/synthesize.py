@@ -31,7 +31,8 @@ log = logging.getLogger("dynafed")
 EXPLODED = 10.0
 """A matching loss beyond this is no step on the way to anything: standing still costs 1."""
 PILOT_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-PILOT_ITERATIONS = 15
+"""Inner rates that are tried where none is given, and for how many iterations at a time."""
+PILOT_ITERATIONS = 4
 SAVE_EVERY = 50
 """Iterations between saves of a synthesis that has a file for it."""
 
@@ -195,7 +196,7 @@ class Work:
         """Choose the inner rate."""
         self.leaves["log_lr"].fill_(math.log(lr))
 
-    def advance(self, model: nn.Module, segments: Segments) -> float:
+    def advance(self, model: nn.Module, segments: Segments, quiet: bool = False) -> float:
         """One iteration; returns its matching loss.
 
         A loss that is not finite or has exploded takes back the step that led to it and halves the inner rate.
@@ -221,7 +222,8 @@ class Work:
             self.put(self.sound)
             self.set_lr(self.lr / 2)
             self.sound = self.tree()
-            log.warning("synthesis %d: loss %.3g; inner rate halved to %.3g", self.done, loss, self.lr)
+            level = logging.DEBUG if quiet else logging.WARNING
+            log.log(level, "synthesis %d: loss %.3g; inner rate halved to %.3g", self.done, loss, self.lr)
             return float(loss)
         self.sound = self.tree()
         for part, optimizer in self.optimizers.items():
@@ -271,28 +273,29 @@ def automatic_lr(
     classes: int,
     check: Callable[[], None] = lambda: None,
 ) -> float:
-    """An inner rate from which the synthesis gets going: the best of short trials over the whole sensible range.
+    """An inner rate from which the synthesis gets going: the winner of short trials over the whole sensible range.
 
     How far the inner steps must go depends on the network, the clients' optimiser and the data, and it can't be read
-    off a gradient at the start, when every label is still equally likely. So it is tried.
+    off a gradient at the start, when every label is still equally likely. So it is tried: all rates for a few
+    iterations, then the better half of them for a few more, until one is left.
     """
     device = next(model.parameters()).device
-    best, best_loss = PILOT_RATES[0], math.inf
+    trials = []
     for lr in PILOT_RATES:
         trial = Work(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device)
         trial.set_lr(lr)
-        losses = []
-        for _ in range(min(PILOT_ITERATIONS, config.iterations)):
+        trials.append((lr, trial))
+    while len(trials) > 1:
+        scores = []
+        for lr, trial in trials:
             check()
-            losses.append(trial.advance(model, segments))
-            if not losses[-1] <= EXPLODED:
-                losses = [math.inf]
-                break
-        mean = sum(losses[-5:]) / len(losses[-5:])
-        if mean < best_loss:
-            best, best_loss = lr, mean
-    log.info("inner rate starts at %g, where trials got to a matching loss of %.3f", best, best_loss)
-    return best
+            losses = [trial.advance(model, segments, quiet=True) for _ in range(PILOT_ITERATIONS)]
+            mean = sum(losses) / len(losses)
+            scores.append((mean if mean <= EXPLODED else math.inf, lr, trial))
+        scores.sort(key=lambda score: score[:2])
+        trials = [(lr, trial) for _, lr, trial in scores[: len(scores) // 2]]
+    log.info("inner rate starts at %g, where trials got to a matching loss of %.3f", trials[0][0], scores[0][0])
+    return trials[0][0]
 
 
 def keyed_augment(config: DynaFedSettings, seeds: Seeds, *where: int | str) -> Augment | None:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from dynafed import __version__
 from dynafed.cli import main
@@ -93,6 +95,31 @@ def test_listings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = [item["name"] for item in json.loads(capsys.readouterr().out)["items"]]
     assert names
     assert all(name in table for name in names)
+
+
+def test_synthesize_from_checkpoints_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        safetensors.torch.save_file(
+            {name: torch.randn(shape) for name, shape in (("head.weight", (3, 5)), ("head.bias", (3,)))},
+            _made(f"t/{number}.safetensors"),
+        )
+    command = ["synthesize", "--trajectory", "t", "--model", "mlp", "--shape", "5", "--classes", "3", "--out", "s"]
+    small = ["-s", "mlp.depth=0", "-s", "dynafed.segment=2", "-s", "dynafed.samples=6", "-s", "dynafed.iterations=4"]
+    assert main([*command, *small, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["inner_lr"] > 0
+    assert Path("s").exists()
+    assert main([*command, *small]) == 0
+    assert "6 samples, matching loss" in capsys.readouterr().out
+    command[command.index("--shape") + 1] = "five"
+    assert main([*command, *small]) == 2
+    assert "--shape five" in capsys.readouterr().err
+
+
+def _made(name: str) -> Path:
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    return path
 
 
 def test_data_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,12 @@ def moments(optimizer: Optimizer) -> Tree:
 def restore(optimizer: Optimizer, saved: Tree) -> None:
     """Give an optimiser of the same kind the moments that another one had."""
     state: dict[int, dict[str, Tensor]] = {}
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, value in saved.items():
         number, _, name = key.partition(".")
+        # Moments go by position: over parameters in another order, the fused kernels would read beyond their ends.
+        if value.ndim and value.shape != params[int(number)].shape:
+            raise ValueError(f"moment {key} has shape {tuple(value.shape)}: the parameters are in another order")
         state.setdefault(int(number), {})[name] = value.clone()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -145,8 +145,9 @@ def _finish(plan: Plan, path: Path, state: RunState, history: list[Record], prog
         try:
             while state.round < config.rounds:
                 state, record = one_round(plan, state, workers, host)
-                history.append(record)
-                metrics.write(json.dumps(record) + "\n")
+                line = json.dumps(record)
+                history.append(json.loads(line))
+                metrics.write(line + "\n")
                 metrics.flush()
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
                     checkpoint.save(path, plan, state)

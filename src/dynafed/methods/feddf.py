@@ -1,0 +1,113 @@
+"""FedDF: the server teaches the averaged model what the clients' models say together about unlabelled data.
+
+Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dynafed import optim, tree
+from dynafed.methods.base import Method, Needs, Refined, Server
+from dynafed.settings import setting
+from dynafed.tree import Tree
+
+LOOK_EVERY = 100
+"""Steps between two looks at how the distillation gets on."""
+
+
+@dataclass(frozen=True)
+class FedDFSettings:
+    """Section `feddf`."""
+
+    steps: int = setting(10_000, "distillation steps in a round, at most", low=0)
+    patience: int = setting(1000, "stop after so many steps in which the student didn't agree more often", low=1)
+    lr: float = setting(1e-3, "of Adam at the first step; it falls as a cosine", above=0)
+    batch_size: int = setting(128, "server samples in a step", low=1)
+
+
+class FedDF(Method):
+    """Minimises KL(softmax of the clients' mean logits, student), starting at the average.
+
+    The paper stops when accuracy on a validation set stops rising. The server's data have no labels here, so the
+    share of them on which student and ensemble choose the same class takes its place.
+    """
+
+    name = "feddf"
+    summary = "distils the ensemble of the clients' models into the average, on unlabelled server data"
+    citation = "Lin et al., NeurIPS 2020"
+    needs = Needs(server_data="unlabelled", client_models=True)
+    Settings = FedDFSettings
+    settings: FedDFSettings
+
+    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+        """Distil."""
+        chosen, plan = self.settings, server.plan
+        if not chosen.steps:
+            return Refined(model, state)
+        x, _ = plan.server_data()
+        logits = torch.stack([plan.predict(update.model, x) for update in server.updates]).mean(0)
+        best, best_step, done, student = -1, 0, 0, model
+        steps = distil(
+            self.name,
+            model,
+            logits.softmax(1),
+            server,
+            optimizer="adam",
+            batch_size=chosen.batch_size,
+            steps=chosen.steps,
+            rate=lambda step: chosen.lr * (1 + math.cos(math.pi * step / chosen.steps)) / 2,
+        )
+        for done, student in steps:
+            if done % LOOK_EVERY == 0:
+                agreed = int((plan.predict(student, x).argmax(1) == logits.argmax(1)).sum())
+                if agreed > best:
+                    best, best_step = agreed, done
+                elif done - best_step >= chosen.patience:
+                    break
+        return Refined(tree.to(tree.clone(student), "cpu"), state, {"distillation_steps": done})
+
+
+def distil(
+    name: str,
+    model: Tree,
+    targets: Tensor,
+    server: Server,
+    *,
+    optimizer: str,
+    batch_size: int,
+    steps: int,
+    rate: Callable[[int], float],
+) -> Iterator[tuple[int, Tree]]:
+    """Train a copy of `model` to give the class probabilities `targets` on the server's samples.
+
+    After each step comes how many are done, and the student's weights as they are at that moment. `rate` is the
+    learning rate at each step, the first being 0.
+    """
+    plan = server.plan
+    x, _ = plan.server_data()
+    student = tree.to(tree.clone(model), plan.device)
+    params = [student[name].requires_grad_() for name in plan.trainable]
+    taught = optim.make(optimizer, params, rate(0))
+    order = optim.batches(len(x), batch_size, steps, plan.seeds.rng(name, server.round))
+    with plan.seeds.torch_seeded(name, server.round):
+        for step, rows in enumerate(order):
+            plan.module.train()
+            index = torch.from_numpy(rows).to(plan.device)
+            logits = plan.forward(student, x[index])
+            loss = F.kl_div(logits.log_softmax(1), targets[index], reduction="batchmean")
+            for parameter, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                parameter.grad = grad
+            for group in taught.param_groups:
+                group["lr"] = rate(step)
+            taught.step()
+            if step % LOOK_EVERY == 0:
+                server.host.check()
+                server.host.busy("distillation", step, steps)
+            yield step + 1, student

@@ -1,0 +1,156 @@
+"""FedGen: the server learns to generate features of each class, and clients practise on them.
+
+Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynafed import optim
+from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
+from dynafed.settings import setting
+from dynafed.tree import Tree, nest, to, unnest
+
+if TYPE_CHECKING:
+    from dynafed.engine.plan import Plan
+
+
+@dataclass(frozen=True)
+class FedGenSettings:
+    """Section `fedgen`; the defaults are those of the authors' MNIST runs."""
+
+    alpha: float = setting(10.0, "weight of the head's loss on generated features", low=0)
+    beta: float = setting(10.0, "weight of the agreement between real samples and generated features", low=0)
+    decay: float = setting(0.98, "of alpha and beta in every round", above=0, high=1)
+    noise: int = setting(32, "random numbers that the generator starts from", low=1)
+    hidden: int = setting(256, "units of the generator's hidden layer", low=1)
+    steps: int = setting(50, "training steps of the generator in a round", low=0)
+    lr: float = setting(3e-4, "of the generator's Adam", above=0)
+    weight_decay: float = setting(1e-2, "of the generator's Adam", low=0)
+    batch_size: int = setting(128, "generated features in a step on the server", low=2)
+    client_batch: int = setting(32, "generated features in a step on a client", low=1)
+    diversity: float = setting(1.0, "weight of the term that keeps generated features apart", low=0)
+
+
+class FedGen(Method):
+    """The generator maps noise and a label to a feature that the clients' heads, each trusted by how many samples of
+    that label it has seen, give this label.
+
+    Clients add alpha * CE(head(generated), label) and beta * KL(head(feature generated for y), model(x)), from round 2
+    on: in round 1 nothing has been learned yet.
+    """
+
+    name = "fedgen"
+    summary = "a generator of features, trained on the server against the clients' heads, helps local training"
+    citation = "Zhu, Hong and Zhou, ICML 2021"
+    needs = Needs(client_models=True, features=True)
+    Settings = FedGenSettings
+    settings: FedGenSettings
+
+    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+        """Cross-entropy and both terms."""
+        chosen, sent = self.settings, unnest(local.extras)
+        rounds = int(sent["seen"]["rounds"])
+        if not rounds or chosen.alpha == chosen.beta == 0:
+            return super().loss(params, x, y, local)
+        drawn = _labels(sent["seen"]["labels"], chosen.client_batch, local.rng)
+        labels = torch.cat([y, drawn.to(y.device)])
+        # In one batch, so that its statistics never come from a single sample.
+        generated = local.head(params, generate(sent["net"], _noise(len(labels), chosen.noise, local.rng, x), labels))
+        agreed = generated[: len(y)].softmax(1).detach()
+        logits = local.forward(params, x)
+        taught = F.cross_entropy(generated[len(y) :], labels[len(y) :])
+        agreement = F.kl_div(logits.log_softmax(1), agreed, reduction="batchmean")
+        fading = chosen.decay**rounds
+        return F.cross_entropy(logits, y) + fading * (chosen.alpha * taught + chosen.beta * agreement)
+
+    def finish(self, params: Tree, local: Local) -> Finished:
+        """Say how many samples of each label there are."""
+        classes = len(unnest(local.extras)["seen"]["labels"])
+        return Finished(extras={"counts": torch.bincount(local.y, minlength=classes)})
+
+    def sends(self, plan: Plan) -> Tree:
+        """One whole number for each class."""
+        return {"counts": torch.zeros(plan.dataset.classes, dtype=torch.int64)}
+
+    def initial(self, plan: Plan, model: Tree) -> Tree:
+        """A fresh generator."""
+        chosen, classes = self.settings, plan.dataset.classes
+        width = model["head.weight"].shape[1]
+        with plan.seeds.torch_seeded("fedgen"):
+            net = nn.Sequential(
+                nn.Linear(chosen.noise + classes, chosen.hidden),
+                nn.BatchNorm1d(chosen.hidden, track_running_stats=False),
+                nn.ReLU(),
+                nn.Linear(chosen.hidden, width),
+            )
+        seen = {"rounds": torch.tensor(0), "labels": torch.full((classes,), 1 / classes)}
+        return nest({"net": {name: tensor.detach() for name, tensor in net.named_parameters()}, "seen": seen})
+
+    def broadcast(self, state: Tree) -> Tree:
+        """The generator, how long it was trained, and how often each label occurs."""
+        return {name: tensor for name, tensor in state.items() if not name.startswith("adam/")}
+
+    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+        """Train the generator; the model stays as it is."""
+        chosen, plan, parts = self.settings, server.plan, unnest(state)
+        counts = torch.stack([update.extras[self.name]["counts"] for update in server.updates]).double()
+        seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": (counts.sum(0) / counts.sum()).float()}
+        trust = (counts / counts.sum(0).clamp(min=1)).to(plan.device, torch.float32)
+        names = [name for name in model if name.startswith("head.")]
+        heads = {name: torch.stack([u.model[name] for u in server.updates]).to(plan.device) for name in names}
+        # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
+        net = {name: parts["net"][name].to(plan.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
+        adam = optim.make("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
+        optim.restore(adam, to(parts.get("adam", {}), plan.device))
+        rng, total = plan.seeds.rng(self.name, server.round), 0.0
+        for _ in range(chosen.steps):
+            labels = _labels(seen["labels"], chosen.batch_size, rng).to(plan.device)
+            noise = _noise(chosen.batch_size, chosen.noise, rng, trust)
+            loss = generator_loss(plan, net, heads, trust, noise, labels, chosen.diversity)
+            for parameter, grad in zip(net.values(), torch.autograd.grad(loss, list(net.values())), strict=True):
+                parameter.grad = grad
+            adam.step()
+            total += loss.item()
+        trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": optim.moments(adam)}
+        metrics = {"generator_loss": total / chosen.steps} if chosen.steps else {}
+        return Refined(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)
+
+
+def generate(net: Tree, noise: Tensor, labels: Tensor) -> Tensor:
+    """Features of the given labels, one for each row of noise."""
+    classes = net["0.weight"].shape[1] - noise.shape[1]
+    hidden = F.linear(torch.cat([noise, F.one_hot(labels, classes)], 1), net["0.weight"], net["0.bias"])
+    hidden = F.batch_norm(hidden, None, None, net["1.weight"], net["1.bias"], training=True)
+    return F.linear(hidden.relu(), net["3.weight"], net["3.bias"])
+
+
+def generator_loss(
+    plan: Plan, net: Tree, heads: Tree, trust: Tensor, noise: Tensor, labels: Tensor, diversity: float
+) -> Tensor:
+    """How wrong the clients' heads are about generated features, and how alike features of unlike noise are.
+
+    `heads` holds all heads stacked; `trust[i, y]` is client i's share of all samples with label y.
+    """
+    features = generate(net, noise, labels)
+    logits = torch.func.vmap(lambda head: plan.head(head, features))(heads)
+    wrong = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none").view(len(logits), -1)
+    unlike = torch.cdist(noise, noise).square() / noise.shape[1]
+    apart = torch.cdist(features, features, p=1) / features.shape[1] * unlike
+    return (trust[:, labels] * wrong).sum(0).mean() + diversity * torch.exp(-apart.mean())
+
+
+def _labels(shares: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    exact = shares.cpu().double()
+    return torch.from_numpy(rng.choice(len(shares), size, p=(exact / exact.sum()).numpy()))
+
+
+def _noise(rows: int, width: int, rng: np.random.Generator, like: Tensor) -> Tensor:
+    return torch.from_numpy(rng.standard_normal((rows, width))).to(like.device, torch.float32)

@@ -1,0 +1,121 @@
+"""A method's functions driven by hand: one number for a model, a parabola for a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from problems import TEST, TRAIN, tiny
+from torch import Tensor, nn
+
+from dynafed import tree
+from dynafed.engine.local import local_update
+from dynafed.engine.plan import Plan
+from dynafed.messages import Broadcast, Update
+from dynafed.methods import METHODS, Finished, Local, Method, Server
+from dynafed.models import Classifier
+from dynafed.tree import Tree
+
+
+def plan_for(method: str = "fedavg", model: Callable[..., nn.Module] | None = None, **changes: Any) -> Plan:
+    """The blobs; each client takes plain SGD steps with its whole data, so that every step can be predicted."""
+    config = tiny(**{"method": method, "optimizer": "sgd", "lr": 0.5, "local_steps": 1, "batch_size": 1000} | changes)
+    return Plan.make(config, train=TRAIN, test=TEST, model=model)
+
+
+def sent(plan: Plan, extras: Tree | None = None, round: int = 1) -> Broadcast:
+    """The initial model, with extras for the client's method."""
+    return Broadcast(round, plan.initial_model(), {plan.methods.client.name: extras} if extras else {})
+
+
+def trained(plan: Plan, extras: Tree | None = None, memory: Tree | None = None, client: int = 3) -> tuple[Update, Tree]:
+    """One client's round through the engine, and what its method remembers."""
+    kept = tree.nest({"method": memory}) if memory else None
+    update, after = local_update(plan, sent(plan, extras, 2), client, kept)
+    return update, tree.unnest(after).get("method", {})
+
+
+def noise_like(model: Tree, seed: int) -> Tree:
+    """Random numbers in the shape of a model."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in model.items()}
+
+
+def assert_moved(got: Tree, plain: Tree, by: Tree, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """`got` differs from `plain` by exactly `by`, and `by` is something."""
+    assert any(by[name].abs().max() > 1e-3 for name in by)
+    for name in by:
+        torch.testing.assert_close(got[name] - plain[name], by[name], rtol=rtol, atol=atol)
+
+
+def made(name: str, **changes: Any) -> Method:
+    """A method with settings."""
+    return METHODS[name](tiny(**{"method": name, "optimizer": "sgd"} | changes))
+
+
+def one(value: float) -> Tree:
+    """A model of a single number."""
+    return {"w": torch.tensor([value], dtype=torch.float64)}
+
+
+def number(values: Tree, name: str = "w") -> float:
+    return float(values[name])
+
+
+def parabola(
+    method: Method,
+    start: float,
+    target: float,
+    steps: int,
+    lr: float,
+    extras: Tree | None = None,
+    memory: Tree | None = None,
+) -> tuple[Tree, Finished]:
+    """Minimise (w - target)^2 / 2 with the method's correction, by plain gradient steps."""
+    local = Local(
+        client=0,
+        forward=lambda params, x: x,
+        start=one(start),
+        buffers={},
+        extras=extras or {},
+        memory=memory or {},
+        x=torch.zeros(1),
+        y=torch.zeros(1),
+        steps=steps,
+        lr=lr,
+        rng=np.random.default_rng(0),
+        features=lambda params, x: x,
+        head=lambda params, x: x,
+    )
+    local = Local(**{**vars(local), "carry": method.begin(local)})
+    params = one(start)
+    for _ in range(steps):
+        grads = method.adjust({"w": params["w"] - target}, params, local)
+        params = {"w": params["w"] - lr * grads["w"]}
+    return params, method.finish(params, local)
+
+
+def seen_by_server(
+    before: float, combined: float, participants: int, clients: int, extras: Tree | None = None
+) -> Server:
+    """What the server half gets."""
+    plan: Any = SimpleNamespace(partition=range(clients), trainable=("w",))
+    return Server(plan, 1, one(before), one(combined), extras or {}, participants)
+
+
+class Noisy(Classifier):
+    """Layers that draw from torch's global generator and that keep buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5)), 8, 4)
+
+
+def gradient(loss: Tensor, params: Tree) -> Tree:
+    return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+
+
+def leaves(model: Tree) -> Tree:
+    return {name: tensor.clone().requires_grad_() for name, tensor in model.items()}

@@ -20,7 +20,7 @@ setup: .venv/.all
 	touch $@
 
 demo: .venv/.core
-	$(BIN)/dynafed compare demo --methods fedavg --vary alpha=0.01,100 --out runs/demo
+	$(BIN)/dynafed compare demo --methods fedavg,dynafed --out runs/demo
 
 lint: .venv/.all
 	$(BIN)/ruff check .

@@ -111,7 +111,7 @@ class Config:
         for name in given:
             if name not in SECTIONS:
                 raise UserError(f"unknown section '{name}': {nearest(name, SECTIONS)}")
-        used = [*methods.split(config.method), models.section_name(config.model)]
+        used = config.used_sections()
         sections = {
             name: build(kind, given.get(name, {}), f"{name}.")
             for name, kind in SECTIONS.items()
@@ -153,6 +153,10 @@ class Config:
         section = self.sections.get(name) or kind()
         assert isinstance(section, kind)
         return section
+
+    def used_sections(self) -> list[str]:
+        """The names of the sections that this config's methods and model read."""
+        return [*methods.split(self.method), models.section_name(self.model)]
 
     @property
     def sampled(self) -> int:

@@ -70,7 +70,9 @@ def _run_once(config: Config, path: Path, progress: Callable[[str], Progress | N
 
 
 def _essence(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in config.to_dict().items() if key not in EXECUTION}
+    """What decides the result: not how it is executed, nor settings of methods and models that aren't used."""
+    unused = config.sections.keys() - set(config.used_sections())
+    return {key: value for key, value in config.to_dict().items() if key not in EXECUTION | unused}
 
 
 def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

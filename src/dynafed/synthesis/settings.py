@@ -26,7 +26,7 @@ class DynaFedSettings:
     inner_steps: int = setting(20, "s': gradient steps on the synthetic samples in each iteration", low=1)
     inner_lr: float = setting(0.0, "rate of the inner steps, where it starts if it is learned (0: automatic)", low=0)
     inner_lr_rate: float = setting(
-        0.02, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
+        0.01, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
     )
     image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
     image_lr: float = setting(0.05, "its rate", above=0)

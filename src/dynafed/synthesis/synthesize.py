@@ -30,9 +30,10 @@ log = logging.getLogger("dynafed")
 
 EXPLODED = 10.0
 """A matching loss beyond this is no step on the way to anything: standing still costs 1."""
-PILOT_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Inner rates that are tried where none is given, and for how many iterations at a time."""
-PILOT_ITERATIONS = 4
+PILOT_RATES = tuple(10 ** (power / 4) for power in range(-12, 5))
+PILOT_ITERATIONS = 6
+CALM = 1.1
+"""Where no inner rate is given: the rates that are tried, for how long, and the largest loss that passes."""
 SAVE_EVERY = 50
 """Iterations between saves of a synthesis that has a file for it."""
 
@@ -273,29 +274,23 @@ def automatic_lr(
     classes: int,
     check: Callable[[], None] = lambda: None,
 ) -> float:
-    """An inner rate from which the synthesis gets going: the winner of short trials over the whole sensible range.
+    """The largest inner rate, of a range that holds every sensible one, with which a short trial stays calm.
 
     How far the inner steps must go depends on the network, the clients' optimiser and the data, and it can't be read
-    off a gradient at the start, when every label is still equally likely. So it is tried: all rates for a few
-    iterations, then the better half of them for a few more, until one is left.
+    off a gradient at the start, when every label is still equally likely. So it is tried, from large to small. A small
+    rate would match the trajectory as well, but only with extreme samples, which then serve no other model
+    (docs/synthesis.md).
     """
     device = next(model.parameters()).device
-    trials = []
-    for lr in PILOT_RATES:
+    for lr in sorted(PILOT_RATES, reverse=True):
+        check()
         trial = Work(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device)
         trial.set_lr(lr)
-        trials.append((lr, trial))
-    while len(trials) > 1:
-        scores = []
-        for lr, trial in trials:
-            check()
-            losses = [trial.advance(model, segments, quiet=True) for _ in range(PILOT_ITERATIONS)]
-            mean = sum(losses) / len(losses)
-            scores.append((mean if mean <= EXPLODED else math.inf, lr, trial))
-        scores.sort(key=lambda score: score[:2])
-        trials = [(lr, trial) for _, lr, trial in scores[: len(scores) // 2]]
-    log.info("inner rate starts at %g, where trials got to a matching loss of %.3f", trials[0][0], scores[0][0])
-    return trials[0][0]
+        losses = [trial.advance(model, segments, quiet=True) for _ in range(PILOT_ITERATIONS)]
+        if max(losses) <= CALM:
+            break
+    log.info("inner rate starts at %g; its trial's matching losses were up to %.3f", lr, max(losses))
+    return lr
 
 
 def keyed_augment(config: DynaFedSettings, seeds: Seeds, *where: int | str) -> Augment | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dynafed.cli import _parser
+from dynafed.settings import describe
+from dynafed.synthesis import DynaFedSettings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -41,3 +43,10 @@ def test_make_has_the_two_commands() -> None:
     for word in ("demo", "test", "setup"):
         assert f"`make {word}`" in README or f"make {word}" in README or word == "setup"
         assert re.search(rf"^{word}:", makefile, flags=re.MULTILINE)
+
+
+def test_every_dynafed_setting_is_documented() -> None:
+    page = (ROOT / "docs" / "synthesis.md").read_text()
+    for setting in describe(DynaFedSettings):
+        assert f"| `{setting['name']}` |" in page
+        assert setting["help"] in page, setting["name"]

@@ -45,7 +45,12 @@ class Problem:
         split = data.make_partition(
             "dirichlet-balanced", digits.train_y, CLIENTS, alpha=ALPHA, rng=Seeds(0).rng("split")
         )
-        self.clients = [torch.from_numpy(split[client]) for client in range(CLIENTS)]
+        # All clients train at once, as one batch of matrices: they have the same number of samples, up to one.
+        least = int(split.sizes.min())
+        self.clients = torch.stack([torch.from_numpy(split[client][:least]) for client in range(CLIENTS)])
+        kept = self.clients.flatten()
+        self.clients = torch.arange(len(kept)).reshape(CLIENTS, least)
+        self.x, self.y = self.x[kept], self.y[kept]
         self.mu = REGULARISER
         self.smooth = REGULARISER + 0.5 * float(torch.linalg.matrix_norm(self.x.T @ self.x / len(self.x), 2))
         self.optimum = self._solve()
@@ -59,7 +64,7 @@ class Problem:
     def gradient(self, w: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
         """The regularised loss's gradient on these samples, or on everybody's."""
         x, y = (self.x, self.y) if x is None or y is None else (x, y)
-        return (torch.softmax(x @ w.T, dim=1) - y).T @ x / len(x) + REGULARISER * w
+        return (torch.softmax(x @ w.mT, dim=-1) - y).mT @ x / x.shape[-2] + REGULARISER * w
 
     def rate(self, t: int) -> float:
         """eta_t = c / (t + gamma); gamma is large enough that the first rounds are a way and not a leap."""
@@ -87,16 +92,16 @@ def train(
 ) -> tuple[list[int], list[float], list[Tensor]]:
     """Steps, gaps and models after each round; `server` gives the gradient that the server tunes with, if it does."""
     rng = Seeds(seed).rng("train")
+    every = torch.arange(CLIENTS)[:, None]
     w, t, steps, gaps, path = torch.zeros_like(problem.optimum), 0, [], [], []
     for _ in range(rounds):
-        models = []
-        for rows in problem.clients:
-            local = w
-            for step in range(LOCAL):
-                batch = rows[torch.from_numpy(rng.integers(0, len(rows), BATCH))]
-                local = local - problem.rate(t + step) * problem.gradient(local, problem.x[batch], problem.y[batch])
-            models.append(local)
-        w, t = torch.stack(models).mean(0), t + LOCAL
+        local = w.expand(CLIENTS, -1, -1)
+        for step in range(LOCAL):
+            batch = problem.clients[
+                every, torch.from_numpy(rng.integers(0, problem.clients.shape[1], (CLIENTS, BATCH)))
+            ]
+            local = local - problem.rate(t + step) * problem.gradient(local, problem.x[batch], problem.y[batch])
+        w, t = local.mean(0), t + LOCAL
         if server is not None:
             for step in range(TUNE):
                 w = w - problem.rate(t + step) * server(w)

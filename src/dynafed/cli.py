@@ -22,7 +22,7 @@ from dynafed.engine.run import Progress as RunProgress
 from dynafed.engine.run import Record, Result, resume, run
 from dynafed.engine.stopping import Stopped, StopRequest
 from dynafed.engine.traffic import traffic
-from dynafed.errors import UserError
+from dynafed.errors import UserError, WorkerDied
 from dynafed.methods import METHODS, Method
 from dynafed.report import write_report
 from dynafed.seeds import Seeds
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"dynafed: {error}", file=sys.stderr)
         return 2
+    except WorkerDied as error:
+        print(f"dynafed: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as stopped:
         print(f"dynafed: {stopped.args[0] if stopped.args else 'interrupted'}", file=sys.stderr)
         return 130

@@ -5,6 +5,10 @@ class UserError(ValueError):
     """A mistake in what the user asked for; the command line prints it as one line and exits with 2."""
 
 
+class WorkerDied(RuntimeError):
+    """A process that trains clients ended by itself; the run's state up to the last finished round is saved."""
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was stopped from outside after its state was saved; `path` is the folder to resume."""
 

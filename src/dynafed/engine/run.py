@@ -34,7 +34,7 @@ from dynafed.engine.server import Outcome, server_broadcast, server_enrol, serve
 from dynafed.engine.stopping import Stopped, StopRequest
 from dynafed.engine.traffic import enrolments
 from dynafed.engine.workers import Workers
-from dynafed.errors import Interrupted, UserError
+from dynafed.errors import Interrupted, UserError, WorkerDied
 from dynafed.messages import Update
 from dynafed.methods import Host
 from dynafed.models import Factory
@@ -155,6 +155,9 @@ def _finish(plan: Plan, path: Path, state: RunState, history: list[Record], prog
         except Stopped:
             checkpoint.save(path, plan, state)
             raise Interrupted(str(path)) from None
+        except WorkerDied as error:
+            checkpoint.save(path, plan, state)
+            raise WorkerDied(f"{error}; continue with: dynafed resume {path}") from None
     summary = summarise(plan, history, spent + time.perf_counter() - began)
     write_json(path / "summary.json", summary)
     return Result(path, plan, state, history, summary)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from dynafed import tree
 from dynafed.engine.evaluate import chunks, evaluate_chunk
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
-from dynafed.errors import UserError
+from dynafed.errors import UserError, WorkerDied
 from dynafed.messages import Broadcast, Update
 from dynafed.tree import Tree
 
@@ -42,26 +40,29 @@ class Workers:
         self.plan = plan
         self.count = 1 if plan.device.type != "cpu" else config.workers or os.cpu_count() or 1
         self.count = min(self.count, config.sampled)
-        self.pool: ProcessPoolExecutor | None = None
+        self.crew: dict[Connection, BaseProcess] = {}
         self.threads_before = torch.get_num_threads()
 
     def __enter__(self) -> Workers:
         torch.set_num_threads(self.plan.config.threads)
         if self.count > 1:
-            self.pool = _pool(self.plan, self.count)
+            self.crew = dict(_hired(self.plan) for _ in range(self.count))
         log.info("%d worker(s) with %d thread(s) each", self.count, self.plan.config.threads)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
+        for process in self.crew.values():
+            process.terminate()
+        for connection, process in self.crew.items():
+            process.join()
+            connection.close()
         torch.set_num_threads(self.threads_before)
 
     def train(
         self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], memory_of: Callable[[int], Tree]
     ) -> Iterator[tuple[Update, Tree]]:
         """Updates and memories of the clients of `cohort` (client, share of its work), in that order, as they come."""
-        if self.pool is None:
+        if not self.crew:
             for client, work in cohort:
                 yield local_update(self.plan, broadcast, client, memory_of(client), work)
             return
@@ -76,7 +77,7 @@ class Workers:
     def evaluate(self, model: Tree) -> tuple[float, float]:
         """Accuracy and mean loss on the evaluation split."""
         slices = chunks(self.plan)
-        if self.pool is None:
+        if not self.crew:
             results: Iterable[tuple[int, float]] = (evaluate_chunk(self.plan, model, *ends) for ends in slices)
         else:
             blob = tree.pack(model)
@@ -85,37 +86,82 @@ class Workers:
         return right / self.plan.evaluation_size(), loss / self.plan.evaluation_size()
 
     def _ordered(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Results in the tasks' order, with never more than two tasks a worker under way or waiting."""
-        assert self.pool is not None
-        waiting: deque[Future[Any]] = deque()
+        """Results in the tasks' order. Each worker has one task at a time; only a few results wait for their turn."""
+        numbered = enumerate(tasks)
+        idle, running = list(self.crew), dict[Connection, int]()
+        done: dict[int, Any] = {}
+        due, sent, more = 0, 0, True
+        while True:
+            while more and idle and sent < due + 2 * self.count:
+                if (entry := next(numbered, None)) is None:
+                    more = False
+                    break
+                connection = idle.pop()
+                self._say(connection, (function, entry[1]))
+                running[connection], sent = entry[0], sent + 1
+            if due in done:
+                yield done.pop(due)
+                due += 1
+                continue
+            if not running:
+                return
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                done[running.pop(ready)] = self._hear(ready)
+                idle.append(ready)
+
+    def _say(self, connection: Connection, message: Any) -> None:
         try:
-            for task in tasks:
-                if len(waiting) == 2 * self.count:
-                    yield waiting.popleft().result()
-                waiting.append(self.pool.submit(function, *task))
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise RuntimeError("a worker process died (out of memory?); try fewer workers") from None
+            connection.send(message)
+        except OSError:
+            raise self._death(connection) from None
+
+    def _hear(self, connection: Connection) -> Any:
+        try:
+            fine, value = connection.recv()
+        except (EOFError, OSError):
+            raise self._death(connection) from None
+        if not fine:
+            raise value
+        return value
+
+    def _death(self, connection: Connection) -> WorkerDied:
+        process = self.crew[connection]
+        process.join(1)
+        return WorkerDied(f"a worker process died (exit code {process.exitcode}); was memory short? try fewer workers")
+
+
+def _hired(plan: Plan) -> tuple[Connection, BaseProcess]:
+    """A worker process and our end of the pipe to it. Nobody else has its end, so that its death is noticed."""
+    # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
+    # system libraries don't survive a fork.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    if method == "spawn":
+        try:
+            pickle.dumps(plan)
+        except Exception as error:
+            raise UserError(f"the model or data can't be sent to worker processes ({error}): set workers = 1") from None
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(plan, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 _plan: Plan | None = None
 """In a worker process: what it was started with."""
 
 
-def _pool(plan: Plan, count: int) -> ProcessPoolExecutor:
-    # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
-    # system libraries don't survive a fork.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "spawn":
+def _work(plan: Plan, orders: Connection) -> None:
+    """A worker's life: take an order, send back what came of it."""
+    _start(plan)
+    while True:
+        function, task = orders.recv()
         try:
-            pickle.dumps(plan)
+            orders.send((True, function(*task)))
         except Exception as error:
-            raise UserError(f"the model or data can't be sent to worker processes ({error}): set workers = 1") from None
-    pool = ProcessPoolExecutor(count, context, _start, (plan,))
-    pool.submit(os.getpid).result()
-    return pool
+            orders.send((False, error))
 
 
 def _start(plan: Plan) -> None:
@@ -131,7 +177,7 @@ def _exit_with_parent() -> None:
     """A parent that is killed can't tell its workers to stop: they watch for its end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
+    wait([parent.sentinel])
     os._exit(1)
 
 

@@ -1,0 +1,89 @@
+"""Worker processes: their order, their errors, their death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problems import TEST, TRAIN, run_tiny, tiny
+
+import dynafed
+from dynafed import tree
+from dynafed.engine.plan import Plan
+from dynafed.engine.run import Progress
+from dynafed.engine.workers import Workers
+from dynafed.errors import WorkerDied
+
+
+def crew(count: int) -> Workers:
+    return Workers(Plan.make(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
+
+
+def slow_first(number: int) -> int:
+    time.sleep(0.2 if number == 0 else 0.0)
+    return number
+
+
+def broken(number: int) -> int:
+    if number == 3:
+        raise ValueError("three")
+    return number
+
+
+def deadly(number: int) -> bytes:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return bytes(10_000_000)
+
+
+@pytest.mark.parametrize("tasks", [0, 1, 2, 25])
+def test_results_come_in_the_tasks_order(tasks: int) -> None:
+    with crew(3) as workers:
+        for _ in range(2):
+            assert list(workers._ordered(slow_first, ((number,) for number in range(tasks)))) == list(range(tasks))
+
+
+def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
+    asked = 0
+
+    def tasks() -> Any:
+        nonlocal asked
+        for number in range(30):
+            asked += 1
+            yield (number,)
+
+    with crew(2) as workers:
+        for taken, _ in enumerate(workers._ordered(slow_first, tasks()), start=1):
+            assert asked <= taken + 4
+
+
+def test_an_error_in_a_worker_is_the_caller_s() -> None:
+    with pytest.raises(ValueError, match="three"), crew(2) as workers:
+        list(workers._ordered(broken, ((number,) for number in range(9))))
+
+
+def test_a_worker_s_death_is_noticed_even_while_it_sends() -> None:
+    with pytest.raises(WorkerDied, match="exit code -9"), crew(2) as workers:
+        list(workers._ordered(deadly, ((number,) for number in range(9))))
+
+
+class Killer(Progress):
+    """Kills a worker after some rounds."""
+
+    def round(self, record: dict[str, Any], config: dynafed.Config) -> None:
+        if record["round"] == 3:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+
+
+def test_after_a_worker_s_death_the_run_can_be_resumed(tmp_path: Path) -> None:
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        pytest.skip("needs Linux's list of child processes")
+    with pytest.raises(WorkerDied, match="dynafed resume"):
+        dynafed.run(tiny(workers=2), train=TRAIN, test=TEST, out=tmp_path / "r", progress=Killer())
+    again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)
+    assert tree.digest(again.state.model) == tree.digest(run_tiny(tmp_path / "whole").state.model)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dynafed import Config, UserError
@@ -49,6 +50,9 @@ def test_required_keys_exist_at_the_top_level() -> None:
         ({"clients": 4, "clients_per_round": 5}, "more than clients"),
         ({"clients": 4, "participation": 0.5, "min_survivors": 3}, "min_survivors"),
         ({"evaluate": "validation"}, "validation_samples"),
+        ({"sections": 1}, "a table of its own"),
+        ({"alpha": 10**400}, "too large"),
+        ({"schedule": "exponential", "lr_decay": 1.5}, "at most 1"),
         ({"alpha": 1, "alpha.x": 1}, "is a key, not a section"),
     ],
 )
@@ -63,6 +67,27 @@ def test_files_extend_presets_and_overrides_come_last(tmp_path: Path) -> None:
     config = Config.load(file, {"mlp": {"depth": 1}, "seed": 3})
     assert (config.alpha, config.seed, config.dataset) == (0.5, 3, "fmnist-mini")
     assert config.to_dict()["mlp"] == {"width": 32, "depth": 1}
+
+
+def test_files_that_extend_nonsense_are_refused(tmp_path: Path) -> None:
+    for text, words in (
+        ("extends = 3", "must be the name"),
+        ('extends = "mine.toml"', "extends itself"),
+        ('extends = "demo"\n[alpha]\nx = 1', "is a key, not a section"),
+    ):
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(UserError, match=words):
+            Config.load(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="can't be read"):
+        Config.load(tmp_path / "mine.toml")
+    (tmp_path / "base.toml").write_text("alpha = 0.25")
+    (tmp_path / "mine.toml").write_text('extends = "base.toml"')
+    assert Config.load(tmp_path / "mine.toml").alpha == 0.25
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    assert Config.load(None, {"alpha": np.float64(0.5), "rounds": np.int64(3)}).rounds == 3
 
 
 def test_unknown_sources_are_refused(tmp_path: Path) -> None:

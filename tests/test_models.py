@@ -67,6 +67,8 @@ def test_one_s_own_factory() -> None:
     [
         ({"model": "nowhere.at_all:f"}, (5,), "can't be imported"),
         ({"model": "math:nothing"}, (5,), "can't be imported"),
+        ({"model": ":"}, (5,), "can't be imported"),
+        ({"model": ".x:y"}, (5,), "can't be imported"),
         ({"model": "math:pi"}, (5,), "not callable"),
         ({"model": "convnet"}, (5,), "try model = mlp"),
         ({"model": "convnet"}, (1, 4, 4), "to nothing"),

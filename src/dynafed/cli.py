@@ -22,7 +22,7 @@ from dynafed.engine.run import Progress as RunProgress
 from dynafed.engine.run import Record, Result, resume, run
 from dynafed.engine.stopping import Stopped, StopRequest
 from dynafed.engine.traffic import traffic
-from dynafed.errors import UserError, WorkerDied
+from dynafed.errors import Interrupted, UserError, WorkerDied
 from dynafed.methods import METHODS, Method
 from dynafed.report import write_report
 from dynafed.seeds import Seeds
@@ -154,7 +154,7 @@ def _resume(args: argparse.Namespace) -> None:
 
 
 def _show(result: Result, as_json: bool) -> None:
-    page = write_report([result.path])
+    page = result.path / "report.html"
     if as_json:
         print(json.dumps(result.summary | {"path": str(result.path), "report": str(page)}))
         return
@@ -174,22 +174,26 @@ def _compare(args: argparse.Namespace) -> None:
         seeds = [int(seed) for seed in args.seeds.split(",")]
     except ValueError:
         raise UserError(f"--seeds {args.seeds}: expected whole numbers such as 0,1,2") from None
-    folder = args.out or f"runs/compare-{args.source or 'demo'}"
-    with Bar("compare") as bar:
-        done = compare(config, args.methods.split(","), seeds, folder, vary=vary, progress=bar.titled)
+    folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
+    try:
+        with Bar("compare") as bar:
+            done = compare(config, args.methods.split(","), seeds, folder, vary=vary, progress=bar.titled)
+    except Interrupted:
+        raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
     page = write_report([done.path], done.path / "report.html")
     if args.json:
         print(json.dumps({"rows": done.rows, "path": str(done.path), "report": str(page)}))
         return
-    table = Table("method", *vary, "seeds", "final accuracy", "best", "rounds to target", "seconds")
+    aimed = ("rounds to target",) if config.target_accuracy else ()
+    table = Table("method", *vary, "seeds", "final accuracy", "best", *aimed, "seconds")
     for row in done.rows:
         table.add_row(
             row["method"],
             *(str(row[key]) for key in vary),
             str(len(row["seeds"])),
-            f"{_percent(row['final_accuracy'])} ± {_percent(row['std'])}",
+            _percent(row["final_accuracy"]) + (f" ± {100 * row['std']:.2f}" if len(row["seeds"]) > 1 else ""),
             _percent(row["best"]),
-            "-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}",
+            *(["-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}"] if aimed else []),
             f"{row['seconds']:.1f}",
         )
     out.print(table)
@@ -202,6 +206,10 @@ def _synthesize(args: argparse.Namespace) -> None:
         shape = tuple(int(side) for side in args.shape.split(","))
     except ValueError:
         raise UserError(f"--shape {args.shape}: expected whole numbers such as 1,28,28") from None
+    if min(shape) < 1 or args.classes < 2:
+        raise UserError(f"--shape {args.shape} --classes {args.classes}: sides from 1, classes from 2")
+    if not args.out.absolute().parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     with Seeds(args.seed).torch_seeded("model"):
         model = models.build(config, shape, args.classes)
     losses: list[float] = []
@@ -227,7 +235,7 @@ def _synthesize(args: argparse.Namespace) -> None:
                     seen=seen,
                 )
             except Stopped:
-                raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
+                raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
     made.save(args.out)
     summary = {"file": str(args.out), "matching_loss": sum(losses[-20:]) / len(losses[-20:]), "inner_lr": made.inner_lr}
     if args.json:
@@ -281,7 +289,7 @@ def _data_check(args: argparse.Namespace) -> None:
 
 
 def _data_fetch(args: argparse.Namespace) -> None:
-    folder = data_folder(args.data_dir)
+    folder = Path(args.data_dir) if args.data_dir else data_folder()
     if folder is None:
         raise UserError("data fetch needs a folder: --data-dir DIR, or the variable DYNAFED_DATA")
     with Progress(console=err, transient=True) as bar:

@@ -106,6 +106,8 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Check plain values; methods' and models' sections are nested dicts under their names."""
         values = dict(values)
+        if "sections" in values:
+            raise UserError("unknown key 'sections': a section is a table of its own, such as [mlp]")
         given = {name: values.pop(name) for name in list(values) if isinstance(values[name], Mapping)}
         config = build(cls, values)
         for name in given:
@@ -122,6 +124,8 @@ class Config:
         models.check_name(config.model)
         if config.evaluate == "validation" and not config.validation_samples:
             raise UserError("evaluate = 'validation' needs validation_samples > 0")
+        if config.schedule == "exponential" and config.lr_decay > 1:
+            raise UserError(f"lr_decay = {config.lr_decay} would let the rate grow without bound: at most 1")
         if config.sampled > config.clients:
             raise UserError(f"clients_per_round = {config.sampled} is more than clients = {config.clients}")
         if config.min_survivors > config.sampled:
@@ -166,13 +170,15 @@ class Config:
     def lr_at(self, round: int) -> float:
         """The local learning rate in `round` (the first is 1)."""
         done = round - 1
-        factor = {
-            "constant": 1.0,
-            "exponential": self.lr_decay**done,
-            "cosine": (1 + math.cos(math.pi * done / self.rounds)) / 2,
-            "inverse": 1 / (1 + self.lr_decay * done),
-        }
-        return self.lr * factor[self.schedule]
+        match self.schedule:
+            case "exponential":
+                return self.lr * self.lr_decay**done
+            case "cosine":
+                return self.lr * (1 + math.cos(math.pi * done / self.rounds)) / 2
+            case "inverse":
+                return self.lr / (1 + self.lr_decay * done)
+            case _:
+                return self.lr
 
     def data_folder(self) -> Path | None:
         """Where datasets are looked for, if the user said so."""
@@ -180,9 +186,11 @@ class Config:
 
 
 def data_folder(given: str = "") -> Path | None:
-    """The folder given, else the one that DYNAFED_DATA names."""
+    """The folder given, which must exist, else the one that DYNAFED_DATA names."""
+    if given and not Path(given).expanduser().is_dir():
+        raise UserError(f"the data folder {given} doesn't exist")
     folder = given or os.environ.get("DYNAFED_DATA", "")
-    return Path(folder).expanduser() if folder else None
+    return Path(folder).expanduser().absolute() if folder else None
 
 
 def presets() -> dict[str, str]:
@@ -203,12 +211,18 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _read(source: str) -> dict[str, Any]:
+def _read(source: str, through: tuple[str, ...] = ()) -> dict[str, Any]:
     """A preset or file; its key `extends` names another one that it starts from."""
+    if source in through:
+        raise UserError(f"{source} extends itself: {' -> '.join((*through, source))}")
+    file = Path(source)
     if source in presets():
         text = (resources.files("dynafed.presets") / f"{source}.toml").read_text()
-    elif Path(source).is_file():
-        text = Path(source).read_text()
+    elif file.is_file():
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} can't be read: {error}") from None
     elif source.endswith(".toml") or "/" in source:
         raise UserError(f"no such file: {source}")
     else:
@@ -219,10 +233,15 @@ def _read(source: str) -> dict[str, Any]:
         raise UserError(f"{source} is not valid TOML: {error}") from None
     if "extends" not in values:
         return values
-    base = _read(values.pop("extends"))
+    base = values.pop("extends")
+    if not isinstance(base, str):
+        raise UserError(f"{source}: extends = {base!r} must be the name of a preset or a file")
+    if base not in presets():
+        base = str(file.parent / base)
+    merged = _read(base, (*through, source))
     for key, value in values.items():
-        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
-    return base
+        _put(merged, key, value)
+    return merged
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -1,5 +1,7 @@
 """The errors that are not bugs: each says what is wrong, with which value, and the way out."""
 
+from pathlib import Path
+
 
 class UserError(ValueError):
     """A mistake in what the user asked for; the command line prints it as one line and exits with 2."""
@@ -12,6 +14,6 @@ class WorkerDied(RuntimeError):
 class Interrupted(KeyboardInterrupt):
     """The run was stopped from outside after its state was saved; `path` is the folder to resume."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(f"interrupted; continue with: dynafed resume {path}")
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
         self.path = path

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Factory = Callable[..., nn.Module]
-"""Makes a fresh model; called with (shape of a sample, number of classes) if it takes them, else with nothing."""
+"""Makes a fresh model; called with (shape of a sample, number of classes) if it needs two arguments, else with none."""
 
 NORMS = ("instance", "group", "layer", "batch", "none")
 
@@ -188,7 +188,7 @@ def _imported(path: str) -> Factory:
     module, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(f"model = '{path}' can't be imported: {error}") from None
     if not callable(factory):
         raise UserError(f"model = '{path}' is not callable")
@@ -196,12 +196,18 @@ def _imported(path: str) -> Factory:
 
 
 def _call(factory: Factory, shape: Shape, classes: int) -> nn.Module:
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise UserError(f"model must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}")
     try:
-        inspect.signature(factory).bind(shape, classes)
+        parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
-        model = factory()
-    else:
-        model = factory(shape, classes)
+        parameters = ()  # type: ignore[assignment]
+    required = [
+        one
+        for one in parameters
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    model = factory(shape, classes) if len(required) == 2 else factory()
     if not isinstance(model, nn.Module):
         raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     return model

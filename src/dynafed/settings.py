@@ -13,6 +13,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dynafed.errors import UserError
 
 Group = TypeVar("Group")
@@ -79,8 +81,13 @@ def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
         if isinstance(value, str) or not isinstance(value, list | tuple):
             raise UserError(f"{name} = {value!r} must be a list")
         return tuple(_checked(name, item, typing.get_args(kind)[0], rule) for item in value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if kind is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise UserError(f"{name} is too large a number") from None
     if type(value) is not kind:
         raise UserError(f"{name} = {value!r} must be {_ARTICLES[kind]}, not {type(value).__name__}")
     if kind is float and not math.isfinite(value):

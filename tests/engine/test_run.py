@@ -19,6 +19,7 @@ import dynafed
 from dynafed import Config, Interrupted, UserError, tree
 from dynafed.engine import checkpoint
 from dynafed.engine.cohort import sample
+from dynafed.engine.files import sole_owner
 from dynafed.engine.plan import Plan
 from dynafed.engine.run import Progress, read_metrics
 
@@ -205,14 +206,76 @@ def test_one_s_own_parts(tmp_path: Path) -> None:
         dynafed.resume(tmp_path / "r", train=(images, labels), test=(images, labels))
 
 
+class Pair(nn.Linear):
+    """A model that gives two things."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, x
+
+
+class Lazy(nn.Module):
+    """Layers that are only made at their first use, and one that is never used."""
+
+    def __init__(self, width: int = 8, depth: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyLinear(width), nn.LazyLinear(4))
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def test_lazy_and_unused_layers_are_reproducible(tmp_path: Path) -> None:
+    one, two = (dynafed.run(tiny(rounds=1), train=TRAIN, test=TEST, model=Lazy, out=tmp_path / str(k)) for k in (1, 2))
+    assert bits(one) == bits(two)
+
+
+def test_a_config_built_by_hand_is_checked(tmp_path: Path) -> None:
+    for wrong in ({"lr": -1.0}, {"rounds": 0}, {"optimizer": "foo"}, {"participation": 2.0}, {"eval_every": 0}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            dynafed.run(Config(**wrong), train=TRAIN, test=TEST, out=tmp_path / "r")  # type: ignore[arg-type]
+
+
+def test_only_the_execution_may_change_on_resume(finished: dynafed.Result) -> None:
+    for changes in ({"lr": 0.5}, {"method": "scaffold"}, {"rounds": 2}):
+        with pytest.raises(UserError, match=next(iter(changes))):
+            dynafed.resume(finished.path, train=TRAIN, test=TEST, changes=changes)
+
+
+def test_two_processes_can_t_write_to_one_run(tmp_path: Path) -> None:
+    done = run_tiny(tmp_path / "r", rounds=1)
+    with sole_owner(done.path), pytest.raises(UserError, match="another process"), sole_owner(done.path, 0.1):
+        pass
+
+
+def test_retention_keeps_the_newest_sound_checkpoint(tmp_path: Path) -> None:
+    whole = run_tiny(tmp_path / "r")
+    for folder in (tmp_path / "r" / "checkpoint").iterdir():
+        (folder / "state.json").write_text("{")
+    with pytest.raises(Interrupted):
+        dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST, progress=StopAfter(3))
+    kept = sorted(folder.name for folder in (tmp_path / "r" / "checkpoint").iterdir())
+    assert kept == ["round-000002", "round-000003"]
+    assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(whole)
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"train": TRAIN}, "give both"),
         ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(5, 4)}, "can't take samples"),
-        ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(6, 9)}, r"not \(1, 4\)"),
+        ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(6, 9)}, r"must be a tensor of shape \(1, 4\)"),
         ({"train": TRAIN, "test": TEST, "model": lambda: nn.Linear(6, 4).requires_grad_(False)}, "no trainable"),
         ({"train": TRAIN, "test": TEST, "clients": [[0, 1], [400]]}, "400"),
+        ({"train": TRAIN, "test": TEST, "clients": 5}, "list of index arrays"),
+        ({"train": TRAIN, "test": TEST, "model": nn.Linear(6, 4)}, "a function that makes"),
+        ({"train": TRAIN, "test": TEST, "model": "mlp"}, "a function that makes"),
+        ({"train": TRAIN, "test": TEST, "model": lambda: Pair()}, "not tuple"),
+        ({"train": (TRAIN[0], TRAIN[1] * 10_000_000), "test": TEST}, "number them from 0"),
     ],
 )
 def test_parts_that_don_t_fit_are_refused_before_round_1(tmp_path: Path, parts: dict[str, Any], words: str) -> None:
@@ -237,8 +300,11 @@ def test_hold_outs_are_carved_before_the_split(tmp_path: Path) -> None:
     assert plan.evaluation_size() == 60
     result = run_tiny(tmp_path / "r", validation_samples=60, evaluate="validation", rounds=1)
     assert result.summary["evaluated_on"] == "validation"
-    with pytest.raises(UserError, match="takes its rows as given"):
+    with pytest.raises(UserError, match="leaves 0 samples"):
         dynafed.run(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(400)], out=tmp_path / "x")
+    own = Plan.make(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(200)] * 8)
+    assert len(own.server_rows) == 5
+    assert own.server_rows.min() >= 200
 
 
 def test_target_and_rare_evaluation(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -61,6 +62,12 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             assert asked <= taken + 4
 
 
+def test_workers_with_several_threads(tmp_path: Path) -> None:
+    """They can't be forked, so the model and the data must be such that they can be sent."""
+    done = dynafed.run(tiny(workers=2, threads=2, rounds=1), train=TRAIN, test=TEST, out=tmp_path / "r")
+    assert done.summary["rounds"] == 1
+
+
 def test_an_error_in_a_worker_is_the_caller_s() -> None:
     with pytest.raises(ValueError, match="three"), crew(2) as workers:
         list(workers._ordered(broken, ((number,) for number in range(9))))
@@ -76,13 +83,10 @@ class Killer(Progress):
 
     def round(self, record: dict[str, Any], config: dynafed.Config) -> None:
         if record["round"] == 3:
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            os.kill(int(children[0]), signal.SIGKILL)
+            multiprocessing.active_children()[0].kill()
 
 
 def test_after_a_worker_s_death_the_run_can_be_resumed(tmp_path: Path) -> None:
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        pytest.skip("needs Linux's list of child processes")
     with pytest.raises(WorkerDied, match="dynafed resume"):
         dynafed.run(tiny(workers=2), train=TRAIN, test=TEST, out=tmp_path / "r", progress=Killer())
     again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)

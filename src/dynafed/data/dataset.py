@@ -55,6 +55,12 @@ def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "cust
         )
     mean, std = measure(train_x)
     classes = int(max(train_y.max(), test_y.max())) + 1
+    distinct = len(torch.unique(train_y))
+    if classes > 1000 + 10 * distinct:
+        raise UserError(
+            f"labels go up to {classes - 1}, but only {distinct} of them occur: number them from 0, for instance with "
+            "np.unique(y, return_inverse=True)"
+        )
     return Dataset(name, train_x, train_y, test_x, test_y, classes, mean, tuple(value or 1.0 for value in std))
 
 
@@ -97,6 +103,9 @@ def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 def _tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
-        return values.detach().cpu()
+        tensor = values.detach().cpu()
+        return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
     array = np.asarray(values)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
     return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=1) >= 0 else array.copy())

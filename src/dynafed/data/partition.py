@@ -48,14 +48,17 @@ class Partition:
 
 def partition_from_lists(lists: Sequence[Any], samples: int, *, allow_empty: bool = False) -> Partition:
     """A user's own partition: one array of sample indices per client; clients may share samples."""
-    parts = [np.asarray(part) for part in lists]
+    try:
+        parts = [np.asarray(part) for part in lists]
+    except TypeError:
+        raise UserError(f"clients must be a list of index arrays, one per client, not {type(lists).__name__}") from None
     if not parts:
         raise UserError("the partition has no clients: give one array of sample indices per client")
     for client, part in enumerate(parts):
         if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
             raise UserError(f"client {client}'s samples must be a flat list of whole numbers, not {_brief(part)}")
         if not (part.size or allow_empty):
-            raise UserError(f"client {client} has no samples: leave it out, or pass allow_empty=True")
+            raise UserError(f"client {client} has no samples: leave it out, or set min_samples = 0")
     sizes = np.array([part.size for part in parts])
     indices = np.concatenate([part.astype(np.int64, copy=False) for part in parts])
     wrong = np.flatnonzero((indices < 0) | (indices >= samples))

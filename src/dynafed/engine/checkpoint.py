@@ -60,6 +60,8 @@ def save(path: Path, plan: Plan, state: RunState) -> None:
     write_bytes(aside / "state.json", json.dumps({"checksum": checksum(text.encode()), "state": text}).encode())
     shutil.rmtree(final, ignore_errors=True)
     aside.replace(final)
+    for useless in (folder for folder in _found(path) if folder > final or _body(folder) is None):
+        shutil.rmtree(useless)
     for old in _found(path)[plan.config.keep_checkpoints :]:
         shutil.rmtree(old)
     kept = (_body(folder) for folder in _found(path))
@@ -74,7 +76,9 @@ def load(path: Path, plan: Plan) -> RunState:
             log.warning("%s is damaged; trying the one before", folder.name)
             continue
         if body["fingerprint"] != plan.fingerprint():
-            raise UserError(f"{path} was run on other data or another split: it can't be resumed with these")
+            raise UserError(
+                f"{path} was run with other data, another split or another network: it can't be resumed with these"
+            )
         clients = ClientMemory(_clients(path), plan.config.client_memory_mb * 2**20, _listing(body))
         if file := clients.damaged():
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)

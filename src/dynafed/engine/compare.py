@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,8 @@ from typing import Any
 
 from dynafed.config import Config
 from dynafed.engine.files import write_json
-from dynafed.engine.run import Progress, read_summary, resume, run
+from dynafed.engine.run import EXECUTION, Progress, read_summary, resume, run
 from dynafed.errors import UserError
-
-EXECUTION = frozenset(
-    ("workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
-)
-"""Keys that decide how a run is executed, not what it computes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,8 @@ def compare(
 ) -> Comparison:
     """Run every method with every seed (and every combination of the values in `vary`); mean and std over seeds."""
     vary = vary or {}
+    if taken := {"method", "seed"} & vary.keys():
+        raise UserError(f"--vary {taken.pop()}=...: use --methods and --seeds for these")
     if not methods or not seeds:
         raise UserError("compare needs at least one method and one seed")
     grid = [
@@ -53,8 +51,15 @@ def compare(
         label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
         summaries = [_run_once(one, out / label / f"seed-{one.seed}", progress) for one in job]
         rows.append({"method": method, **varied, "seeds": list(seeds), **_over_seeds(summaries)})
-        write_json(out / "compare.json", rows)
+        _note(out / "compare.json", rows[-1], ("method", *vary))
     return Comparison(out, rows)
+
+
+def _note(file: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
+    """Add a row to those of earlier calls, or put it in the place of its predecessor."""
+    before = json.loads(file.read_text()) if file.exists() else []
+    others = [one for one in before if any(one.get(key) != row[key] for key in keys)]
+    write_json(file, [*others, row])
 
 
 def _run_once(config: Config, path: Path, progress: Callable[[str], Progress | None]) -> dict[str, Any]:
@@ -66,7 +71,8 @@ def _run_once(config: Config, path: Path, progress: Callable[[str], Progress | N
         key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
         raise UserError(f"{path} holds a run with another {key}: choose another --out")
     summary = read_summary(path)
-    return summary or resume(path, progress=progress(f"{path.parent.name} {path.name}")).summary
+    changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION}
+    return summary or resume(path, changes=changes, progress=progress(f"{path.parent.name} {path.name}")).summary
 
 
 def _essence(config: Config) -> dict[str, Any]:

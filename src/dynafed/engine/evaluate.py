@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from dynafed import tree
-from dynafed.engine.plan import Plan
+from dynafed.engine.plan import CHUNK, Plan
 from dynafed.tree import Tree
-
-CHUNK = 1000
-"""Samples at a time; fixed, so that a sum of losses has the same bits however the chunks are shared out."""
 
 
 def chunks(plan: Plan) -> list[tuple[int, int]]:

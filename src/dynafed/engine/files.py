@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from dynafed.errors import UserError
+
+
+@contextmanager
+def sole_owner(folder: Path, patience: float = 3.0) -> Iterator[None]:
+    """Refuse a folder that another process is writing to; one that is just ending gets a moment for it."""
+    with (folder / ".lock").open("w") as file:
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > give_up:
+                    raise UserError(
+                        f"{folder} is being written to by another process: wait for it, or end it"
+                    ) from None
+                time.sleep(0.05)
+        yield
 
 
 def write_bytes(path: Path, content: bytes) -> None:

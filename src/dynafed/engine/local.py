@@ -63,7 +63,9 @@ def local_update(
         for batch in optim.batches(len(y), config.batch_size, steps, order):
             index = torch.from_numpy(batch).to(plan.device)
             loss = method.loss(params, x[index], y[index], local)
-            grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+            grads = dict(
+                zip(params, torch.autograd.grad(loss, list(params.values()), materialize_grads=True), strict=True)
+            )
             with torch.no_grad():
                 grads = method.adjust(grads, params, local)
             for name, parameter in params.items():

@@ -47,6 +47,8 @@ class Plan:
         clients: Sequence[Any] | None = None,
     ) -> Plan:
         """Load or take the data, split it, build the network; all by the config's seed."""
+        config = config.replace()  # whoever built it by hand has it checked here
+        device = plan_device(config)
         if (train is None) != (test is None):
             raise UserError("give both train=(x, y) and test=(x, y), or neither")
         if train is not None and test is not None:
@@ -56,20 +58,27 @@ class Plan:
             raise UserError("dataset = 'custom' stands for arrays given in Python: pass train= and test= again")
         else:
             dataset = _load(config.dataset, config.data_folder())
+            if config.data_dir:
+                config = config.replace(data_dir=str(config.data_folder()))
         if model is not None:
             config = config.replace(model="custom")
         seeds = Seeds(config.seed)
         labels = dataset.train_y.numpy()
-        rest, server_rows = _carve(labels, np.arange(len(labels)), config.server_samples, seeds, "server")
-        rest, validation_rows = _carve(labels, rest, config.validation_samples, seeds, "validation")
+        free = np.arange(len(labels))
         if clients is not None:
-            if config.server_samples or config.validation_samples:
-                raise UserError("clients=[...] takes its rows as given: set server_samples and validation_samples to 0")
             partition = data.partition_from_lists(clients, len(labels), allow_empty=config.min_samples == 0)
             config = config.replace(clients=len(partition), partition="custom")
-        elif config.partition == "custom":
+            free = np.setdiff1d(free, partition.indices)
+            if config.server_samples + config.validation_samples > len(free):
+                raise UserError(
+                    f"clients=[...] leaves {len(free)} samples: too few for server_samples = {config.server_samples} "
+                    f"and validation_samples = {config.validation_samples}"
+                )
+        rest, server_rows = _carve(labels, free, config.server_samples, seeds, "server")
+        rest, validation_rows = _carve(labels, rest, config.validation_samples, seeds, "validation")
+        if clients is None and config.partition == "custom":
             raise UserError("partition = 'custom' stands for index lists given in Python: pass clients= again")
-        else:
+        if clients is None:
             shares = data.make_partition(
                 config.partition,
                 labels[rest],
@@ -81,9 +90,10 @@ class Plan:
             )
             partition = Partition(rest[shares.indices], shares.offsets)
         with seeds.torch_seeded("model"):
-            module = models.build(config, dataset.shape, dataset.classes, model)
-        plan = cls(config, dataset, partition, server_rows, validation_rows, module.to(plan_device(config)))
-        plan.check_model()
+            module = models.build(config, dataset.shape, dataset.classes, model).to(device)
+            plan = cls(config, dataset, partition, server_rows, validation_rows, module)
+            # Still under the key: lazy layers get their weights in this first use.
+            plan.check_model()
         return plan
 
     @cached_property
@@ -172,13 +182,15 @@ class Plan:
         return x, self.dataset.test_y[start:stop].to(self.device)
 
     def fingerprint(self) -> str:
-        """A checksum of the data and the split, so that a run is never resumed on other data."""
+        """A checksum of the data, the split and the network's layout, so that a run is never resumed with others."""
         hasher = hashlib.blake2b(digest_size=16)
-        x = self.dataset.train_x
+        layout = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.module.state_dict().items()}
+        hasher.update(str(sorted(layout.items())).encode())
+        some = [x[:: max(1, len(x) // 64)].contiguous().numpy() for x in (self.dataset.train_x, self.dataset.test_x)]
         for array in (
             self.dataset.train_y.numpy(),
             self.dataset.test_y.numpy(),
-            x[:: max(1, len(x) // 64)].contiguous().numpy(),
+            *some,
             self.partition.indices,
             self.partition.offsets,
         ):
@@ -193,13 +205,13 @@ class Plan:
             x, _ = self.evaluation_data(0, 1)
             try:
                 logits = self.module(x)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
+            except Exception as error:  # it is the user's code: whatever it raises is what they need to know
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise UserError(f"the model can't take samples of shape {self.dataset.shape}: {reason}") from None
-        if logits.shape != (1, self.dataset.classes):
-            raise UserError(
-                f"the model's output for one sample is {tuple(logits.shape)}, not {(1, self.dataset.classes)}"
-            )
+        wanted, got = (1, self.dataset.classes), tuple(getattr(logits, "shape", ()))
+        if got != wanted:
+            kind = f"of shape {got}" if got else type(logits).__name__
+            raise UserError(f"the model's output for one sample must be a tensor of shape {wanted}, not {kind}")
         if not self.trainable:
             raise UserError("the model has no trainable parameters")
         for step in self.methods.steps:
@@ -213,6 +225,10 @@ class Plan:
 def plan_device(config: Config) -> torch.device:
     """The configured device, or a clear word that it isn't here."""
     kind = config.device.partition(":")[0]
+    try:
+        torch.device(config.device)
+    except RuntimeError:
+        kind = ""
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if kind not in present:
         raise UserError(f"device = '{config.device}' is not one of cpu, cuda, cuda:N, mps")

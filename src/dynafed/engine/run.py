@@ -10,6 +10,7 @@ import dataclasses
 import json
 import platform
 import resource
+import shlex
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from dynafed.config import Config
 from dynafed.engine import checkpoint
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.cohort import sample
-from dynafed.engine.files import write_bytes, write_json
+from dynafed.engine.files import sole_owner, write_bytes, write_json
 from dynafed.engine.plan import Plan
 from dynafed.engine.server import Outcome, server_broadcast, server_enrol, server_update
 from dynafed.engine.stopping import Stopped, StopRequest
@@ -38,8 +39,14 @@ from dynafed.errors import Interrupted, UserError, WorkerDied
 from dynafed.messages import Update
 from dynafed.methods import Host
 from dynafed.models import Factory
+from dynafed.report import write_report
 from dynafed.tree import Tree
 from dynafed.version import __version__
+
+EXECUTION = frozenset(
+    ("workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
+)
+"""Keys that decide how a run is executed, not what it is to compute."""
 
 FINAL_ROUNDS = 5
 """The paper reports the mean accuracy of so many last rounds."""
@@ -99,11 +106,16 @@ def run(
     plan = Plan.make(config, model=model, train=train, test=test, clients=clients)
     path = Path(out) if out is not None else _fresh_folder(plan.config)
     if (path / "config.toml").exists():
-        raise UserError(f"{path} already holds a run: `dynafed resume {path}` continues it, or choose another folder")
-    path.mkdir(parents=True, exist_ok=True)
-    write_json(path / "partition.json", _who_has_what(plan))
-    write_bytes(path / "config.toml", plan.config.to_toml().encode())
-    return _finish(plan, path, RunState.initial(plan, path), [], progress or Progress())
+        raise UserError(f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't make the folder {path}: {error.strerror}") from None
+    state = RunState.initial(plan, path)
+    with sole_owner(path):
+        write_json(path / "partition.json", _who_has_what(plan))
+        write_bytes(path / "config.toml", plan.config.to_toml().encode())
+        return _finish(plan, path, state, [], progress or Progress())
 
 
 def resume(
@@ -124,14 +136,21 @@ def resume(
     path = Path(path)
     if not (path / "config.toml").is_file():
         raise UserError(f"{path} holds no run: it has no config.toml")
-    config = Config.load(path / "config.toml", changes)
+    before = Config.load(path / "config.toml")
+    config = before.replace(**(changes or {}))
+    for key in changes or {}:
+        if key not in EXECUTION | {"rounds"}:
+            raise UserError(f"'{key}' decides the run's result and can't change when it is resumed: start a new run")
+    if config.rounds < before.rounds:
+        raise UserError(f"rounds = {config.rounds} is less than the run's own {before.rounds}")
     plan = Plan.make(config, model=model, train=train, test=test, clients=clients)
-    state = checkpoint.load(path, plan)
-    history = [record for record in read_metrics(path) if record["round"] <= state.round]
-    if len(history) < state.round:
-        raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
-    write_bytes(path / "config.toml", plan.config.to_toml().encode())
-    return _finish(plan, path, state, history, progress or Progress())
+    with sole_owner(path):
+        state = checkpoint.load(path, plan)
+        history = [record for record in read_metrics(path) if record["round"] <= state.round]
+        if len(history) < state.round:
+            raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
+        write_bytes(path / "config.toml", plan.config.to_toml().encode())
+        return _finish(plan, path, state, history, progress or Progress())
 
 
 def _finish(plan: Plan, path: Path, state: RunState, history: list[Record], progress: Progress) -> Result:
@@ -154,12 +173,13 @@ def _finish(plan: Plan, path: Path, state: RunState, history: list[Record], prog
                 progress.round(record, config)
         except Stopped:
             checkpoint.save(path, plan, state)
-            raise Interrupted(str(path)) from None
+            raise Interrupted(f"interrupted; continue with: {resume_command(path)}", path) from None
         except WorkerDied as error:
             checkpoint.save(path, plan, state)
-            raise WorkerDied(f"{error}; continue with: dynafed resume {path}") from None
+            raise WorkerDied(f"{error}; continue with: {resume_command(path)}") from None
     summary = summarise(plan, history, spent + time.perf_counter() - began)
     write_json(path / "summary.json", summary)
+    write_report([path])
     return Result(path, plan, state, history, summary)
 
 
@@ -279,11 +299,16 @@ def summarise(plan: Plan, history: list[Record], seconds: float) -> dict[str, An
     }
 
 
+def resume_command(path: Path) -> str:
+    """What to type to continue the run in a folder."""
+    return f"dynafed resume {shlex.quote(str(path))}"
+
+
 def read_metrics(path: Path) -> list[Record]:
     """The records of metrics.jsonl; a last line that was cut off by a crash is left out."""
     file = path / "metrics.jsonl"
     records = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else ():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -13,9 +13,9 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """While it is entered, the first Ctrl-C or SIGTERM is only noted, and `check` raises `Stopped` where it is safe.
+    """While it is entered, Ctrl-C or SIGTERM is only noted, and `check` raises `Stopped` where it is safe.
 
-    A second one interrupts at once, as usual.
+    A second Ctrl-C interrupts at once, as usual. SIGTERM often comes twice, and is only noted both times.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if number == signal.SIGINT:
+            signal.signal(number, self.before.pop(signal.SIGINT, signal.default_int_handler))
 
     def _restore(self) -> None:
         for number, handler in self.before.items():

@@ -52,7 +52,7 @@ class Workers:
 
     def __exit__(self, *error: object) -> None:
         for process in self.crew.values():
-            process.terminate()
+            process.kill()
         for connection, process in self.crew.items():
             process.join()
             connection.close()
@@ -135,12 +135,15 @@ def _hired(plan: Plan) -> tuple[Connection, BaseProcess]:
     """A worker process and our end of the pipe to it. Nobody else has its end, so that its death is noticed."""
     # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
     # system libraries don't survive a fork.
-    method = "fork" if sys.platform == "linux" else "spawn"
+    # Nor does OpenMP, unless the workers have one thread only.
+    method = "fork" if sys.platform == "linux" and plan.config.threads == 1 else "spawn"
     if method == "spawn":
         try:
             pickle.dumps(plan)
         except Exception as error:
-            raise UserError(f"the model or data can't be sent to worker processes ({error}): set workers = 1") from None
+            raise UserError(
+                f"the model or data can't be sent to worker processes ({error}): set workers = 1 or threads = 1"
+            ) from None
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(plan, theirs), daemon=True)
@@ -168,8 +171,9 @@ def _start(plan: Plan) -> None:
     global _plan
     _plan = plan
     torch.set_num_threads(plan.config.threads)
+    # Whoever stops the whole process group means the parent: it decides what is still to be done, then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -283,10 +283,12 @@ def automatic_lr(
     """
     device = next(model.parameters()).device
     for lr in sorted(PILOT_RATES, reverse=True):
-        check()
         trial = Work(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device)
         trial.set_lr(lr)
-        losses = [trial.advance(model, segments, quiet=True) for _ in range(PILOT_ITERATIONS)]
+        losses = []
+        for _ in range(PILOT_ITERATIONS):
+            check()
+            losses.append(trial.advance(model, segments, quiet=True))
         if max(losses) <= CALM:
             break
     log.info("inner rate starts at %g; its trial's matching losses were up to %.3f", lr, max(losses))

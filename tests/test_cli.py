@@ -170,14 +170,18 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_saves_says_how_to_go_on_and_exits_130(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "dynafed", "run", *FAST, "-s", "rounds=100000", "--out", "r"]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_interrupted_it_saves_says_how_to_go_on_and_exits_130(tmp_path: Path, number: int, workers: str) -> None:
+    more = ["-s", "rounds=100000", "--out", "r", "--workers", workers]
+    command = [sys.executable, "-m", "dynafed", "run", *FAST, *more]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     metrics = tmp_path / "r" / "metrics.jsonl"
     patience = time.monotonic() + 60
     while time.monotonic() < patience and (not metrics.exists() or metrics.read_text().count("\n") < 3):
         time.sleep(0.02)
-    child.send_signal(number)
+    os.killpg(child.pid, number)
+    if number == signal.SIGTERM:
+        os.killpg(child.pid, number)  # as `timeout` does
     output, error = child.communicate(timeout=60)
     assert child.returncode == 130
     assert error.strip() == "dynafed: interrupted; continue with: dynafed resume r"

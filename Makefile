@@ -20,6 +20,7 @@ setup: .venv/.all
 	touch $@
 
 demo: .venv/.core
+	@echo "DynaFed against FedAvg on twenty very different clients: about two minutes on two cores."
 	$(BIN)/dynafed compare demo --methods fedavg,dynafed --out runs/demo
 
 lint: .venv/.all

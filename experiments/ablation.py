@@ -29,7 +29,7 @@ from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
 
 FILE = Path(__file__).parent / "results" / "ablation.json"
-BASE: dict[str, Any] = {"iterations": 600, "finetune_lr": 3e-4, "finetune_steps": 50}
+BASE: dict[str, Any] = {"iterations": 600, "image_lr": 0.01, "finetune_lr": 3e-4, "finetune_steps": 50}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as in cpu-fmnist-mlp": {},
     "300 iterations": {"iterations": 300},
@@ -39,8 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "inner rate 1e-5, as in the paper's text": {"inner_lr": 1e-5, "inner_lr_rate": 0.0},
     "labels not learned": {"learn_labels": False},
     "label rate 0.01, as in the released code": {"label_lr": 0.01},
+    "image rate 0.05, as in the paper": {"image_lr": 0.05},
     "image rate 0.1": {"image_lr": 0.1},
-    "image rate 0.02": {"image_lr": 0.02},
+    "image rate 0.003": {"image_lr": 0.003},
     "target: mean of all five": {"targets": [5]},
     "target: the segment's last checkpoint": {"target_draw": "last"},
     "segment of 10": {"segment": 10, "targets": [5]},

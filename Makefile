@@ -20,7 +20,7 @@ setup: .venv/.all
 	touch $@
 
 demo: .venv/.core
-	@echo "DynaFed against FedAvg on twenty very different clients: about two minutes on two cores."
+	@echo "DynaFed against FedAvg on twenty very different clients: a minute or two on two cores."
 	$(BIN)/dynafed compare demo --methods fedavg,dynafed --out runs/demo
 
 lint: .venv/.all

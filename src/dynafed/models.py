@@ -199,14 +199,11 @@ def _call(factory: Factory, shape: Shape, classes: int) -> nn.Module:
     if not callable(factory) or isinstance(factory, nn.Module):
         raise UserError(f"model must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}")
     try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()  # type: ignore[assignment]
-    required = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # a few built-in callables don't tell
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
     model = factory(shape, classes) if len(required) == 2 else factory()
     if not isinstance(model, nn.Module):
         raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")

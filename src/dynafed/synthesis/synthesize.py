@@ -277,9 +277,7 @@ def automatic_lr(
     """The largest inner rate, of a range that holds every sensible one, with which a short trial stays calm.
 
     How far the inner steps must go depends on the network, the clients' optimiser and the data, and it can't be read
-    off a gradient at the start, when every label is still equally likely. So it is tried, from large to small. A small
-    rate would match the trajectory as well, but only with extreme samples, which then serve no other model
-    (docs/synthesis.md).
+    off a gradient at the start, when every label is still equally likely. So it is tried, from large to small.
     """
     device = next(model.parameters()).device
     for lr in sorted(PILOT_RATES, reverse=True):

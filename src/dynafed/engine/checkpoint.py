@@ -49,10 +49,10 @@ def save(path: Path, plan: Plan, state: RunState) -> None:
         return
     body = {
         "round": state.round,
-        "fingerprint": plan.fingerprint(),
+        "fingerprint": plan.fingerprint,
         "clients": state.clients.listing(),
     }
-    tensors = tree.pack(tree.nest({"model": state.model} | {f"+{k}": v for k, v in state.server.items()}))
+    tensors = tree.pack(tree.nest({"model": state.model, "server": tree.nest(state.server)}))
     aside = final.with_name(f".{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     write_bytes(aside / "state.safetensors", tensors)
@@ -60,12 +60,14 @@ def save(path: Path, plan: Plan, state: RunState) -> None:
     write_bytes(aside / "state.json", json.dumps({"checksum": checksum(text.encode()), "state": text}).encode())
     shutil.rmtree(final, ignore_errors=True)
     aside.replace(final)
-    for useless in (folder for folder in _found(path) if folder > final or _body(folder) is None):
-        shutil.rmtree(useless)
-    for old in _found(path)[plan.config.keep_checkpoints :]:
-        shutil.rmtree(old)
-    kept = (_body(folder) for folder in _found(path))
-    state.clients.prune(_listing(body) for body in kept if body is not None)
+    kept: list[Listing] = []
+    for folder in _found(path):
+        found = _body(folder) if folder <= final and len(kept) < plan.config.keep_checkpoints else None
+        if found is None:
+            shutil.rmtree(folder)
+        else:
+            kept.append(_listing(found))
+    state.clients.prune(kept)
 
 
 def load(path: Path, plan: Plan) -> RunState:
@@ -75,7 +77,7 @@ def load(path: Path, plan: Plan) -> RunState:
         if body is None:
             log.warning("%s is damaged; trying the one before", folder.name)
             continue
-        if body["fingerprint"] != plan.fingerprint():
+        if body["fingerprint"] != plan.fingerprint:
             raise UserError(
                 f"{path} was run with other data, another split or another network: it can't be resumed with these"
             )
@@ -84,7 +86,8 @@ def load(path: Path, plan: Plan) -> RunState:
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)
             continue
         parts = tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
-        server = {step.name: parts.get(f"+{step.name}", {}) for step in plan.methods.steps}
+        states = tree.unnest(parts.get("server", {}))
+        server = {step.name: states.get(step.name, {}) for step in plan.methods.steps}
         return RunState(body["round"], parts["model"], server, clients)
     return RunState.initial(plan, path)
 

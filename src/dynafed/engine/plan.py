@@ -181,6 +181,7 @@ class Plan:
         x = self.dataset.normalise(self.dataset.test_x[start:stop].to(self.device))
         return x, self.dataset.test_y[start:stop].to(self.device)
 
+    @cached_property
     def fingerprint(self) -> str:
         """A checksum of the data, the split and the network's layout, so that a run is never resumed with others."""
         hasher = hashlib.blake2b(digest_size=16)

@@ -66,7 +66,7 @@ class Workers:
             for client, work in cohort:
                 yield local_update(self.plan, broadcast, client, memory_of(client), work)
             return
-        blob = tree.pack(tree.nest({"model": broadcast.model} | {f"+{k}": v for k, v in broadcast.extras.items()}))
+        blob = tree.pack(tree.nest({"model": broadcast.model, "extras": tree.nest(broadcast.extras)}))
         tasks = ((broadcast.round, blob, client, tree.pack(memory_of(client)), work) for client, work in cohort)
         for update, model, extras, memory in self._ordered(_train, tasks):
             yield (
@@ -193,7 +193,7 @@ def _unpacked(blob: bytes) -> Tree:
 def _train(round: int, blob: bytes, client: int, memory: bytes, work: float) -> tuple[Update, bytes, bytes, bytes]:
     assert _plan is not None
     parts = tree.unnest(_unpacked(blob))
-    broadcast = Broadcast(round, parts["model"], {k[1:]: v for k, v in parts.items() if k.startswith("+")})
+    broadcast = Broadcast(round, parts["model"], tree.unnest(parts.get("extras", {})))
     update, kept = local_update(_plan, broadcast, client, tree.unpack(memory), work)
     bare = replace(update, model={}, extras={})
     return bare, tree.pack(update.model), tree.pack(tree.nest(update.extras)), tree.pack(kept)

@@ -58,6 +58,7 @@ class Inner:
     scale: float
     """The loss's factor: 1 / samples, or less where the loss is also averaged over classes."""
     chunk: int
+    """Samples that are differentiated at a time; 0: 64 for convolutions, else all."""
 
     def loss(self, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
         """A chunk's share of the loss."""
@@ -72,8 +73,14 @@ class Inner:
             total = tuple(a + b for a, b in zip(total, grads, strict=True)) if total else grads
         return dict(zip(params, total, strict=True))
 
+    def step(self, params: Tree, x: Tensor, rate: float) -> Tree:
+        """The parameters after one step of gradient descent."""
+        grads = self.gradient(params, x)
+        return {name: tensor - rate * grads[name] for name, tensor in params.items()}
+
     def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(torch.split(x, self.chunk), torch.split(self.labels, self.chunk), strict=True)
+        size = self.chunk or _automatic_chunk(self.model, len(x))
+        return zip(torch.split(x, size), torch.split(self.labels, size), strict=True)
 
     def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tensor, Tree, Tensor, Tensor]:
         """<g, direction> and its derivatives with respect to the parameters, the samples and the labels."""
@@ -124,17 +131,16 @@ def matching_gradient(
     start = {name: start[name].detach().to(device) for name in names}
     target = {name: target[name].detach().to(device) for name in names}
     x, y = x.detach(), y.detach()
-    inner = Inner(model, y.softmax(dim=1), loss_scale / len(x), chunk or _automatic_chunk(model, len(x)))
+    inner = Inner(model, y.softmax(dim=1), loss_scale / len(x), chunk)
 
-    def seen(step: int) -> Tensor:
-        return x if augment is None else augment(x, step)
+    def seen(batch: Tensor, step: int) -> Tensor:
+        return batch if augment is None else augment(batch, step)
 
     path = [start]
     for step in range(steps):
         with torch.no_grad():
-            batch = seen(step)
-        grads = inner.gradient(path[-1], batch)
-        path.append({name: path[-1][name] - rate * grads[name] for name in names})
+            batch = seen(x, step)
+        path.append(inner.step(path[-1], batch, rate))
 
     reached = {name: tensor.requires_grad_() for name, tensor in path.pop().items()}
     apart = distance_between(distance, reached, start, target)
@@ -143,7 +149,7 @@ def matching_gradient(
     for step in reversed(range(steps)):
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            batch = leaf if augment is None else augment(leaf, step)
+            batch = seen(leaf, step)
         value, hessian, by_x, by_labels = inner.product(path.pop(), batch, lam)
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)

@@ -18,6 +18,7 @@ from dynafed.synthesis.dataset import Synthetic
 from dynafed.synthesis.matching import Inner, distance_between
 from dynafed.synthesis.refine import train_on
 from dynafed.synthesis.synthesize import Segments, loss_scale
+from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.engine.plan import Plan
@@ -51,9 +52,12 @@ def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
         "real samples": (x, F.one_hot(y, classes).float()),
         "noise": (noise, F.one_hot(guesses, classes).float()),
     }
-    cosine = {name: _distances(plan, segments, *each, synthetic.inner_lr, "cosine") for name, each in sets.items()}
-    matching = _distances(plan, segments, *sets["D_syn"], synthetic.inner_lr, "l2")
-    return Quality(matching, cosine, scratch_accuracy(plan, synthetic))
+    reached = {name: _reached(plan, segments, *each, synthetic.inner_lr) for name, each in sets.items()}
+    return Quality(
+        _distances("l2", segments, reached["D_syn"]),
+        {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
+        scratch_accuracy(plan, synthetic),
+    )
 
 
 def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
@@ -69,16 +73,21 @@ def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
     return accuracy(plan, trained)
 
 
-def _distances(
-    plan: Plan, segments: Segments, x: torch.Tensor, labels: torch.Tensor, lr: float, kind: str
-) -> dict[int, float]:
+def _reached(plan: Plan, segments: Segments, x: torch.Tensor, labels: torch.Tensor, lr: float) -> list[Tree]:
+    """Where the inner steps on these samples lead from the start of every segment."""
     config = segments.config
-    inner = Inner(plan.module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk or len(x))
-    found = {}
+    inner = Inner(plan.module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk)
+    ends = []
     for segment in segments.whole():
         params = segment.start
         for _ in range(config.inner_steps):
-            grads = inner.gradient(params, x)
-            params = {name: tensor - lr * grads[name] for name, tensor in params.items()}
-        found[segment.begin] = float(distance_between(kind, params, segment.start, segment.target))
-    return found
+            params = inner.step(params, x, lr)
+        ends.append(params)
+    return ends
+
+
+def _distances(kind: str, segments: Segments, ends: list[Tree]) -> dict[int, float]:
+    return {
+        segment.begin: float(distance_between(kind, end, segment.start, segment.target))
+        for segment, end in zip(segments.whole(), ends, strict=True)
+    }

@@ -1,37 +1,34 @@
 """Which choices of the synthesis matter: one changed at a time, on one trajectory.
 
-    DYNAFED_DATA=... python experiments/ablation.py        writes experiments/results/ablation.json, a row at a time
+    DYNAFED_DATA=... python experiments/ablation.py cpu-fmnist-mlp
+    DYNAFED_DATA=... python experiments/ablation.py cpu-fmnist-convnet
 
-FashionMNIST, the paper's MLP and protocol at alpha 0.01, seed 0. FedAvg runs for 40 rounds; D_syn is made from the
-first 20; then the global model of each of the rounds 21 to 40 is fine-tuned once on D_syn. The accuracy is that on
-5,000 validation samples carved from the training split, before and after. Rows that are there are not run again.
+writes experiments/results/ablation-<preset>.json, a row at a time. FedAvg runs for 40 rounds at the preset's protocol,
+seed 0 (the run is kept in runs/); D_syn is made from the first 20; then the global model of each of the rounds 21 to 40
+is fine-tuned once on D_syn. The accuracy is that on 5,000 validation samples carved from the training split, before
+and after. Rows that are there are not run again.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import tempfile
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynafed import Config
-from dynafed.engine.checkpoint import RunState
+from dynafed import Config, resume, run, tree
 from dynafed.engine.evaluate import accuracy
 from dynafed.engine.plan import Plan
-from dynafed.engine.run import one_round
-from dynafed.engine.workers import Workers
-from dynafed.methods import Host
-from dynafed.settings import build
 from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
 
-FILE = Path(__file__).parent / "results" / "ablation.json"
-BASE: dict[str, Any] = {"iterations": 600, "image_lr": 0.01, "finetune_lr": 3e-4, "finetune_steps": 50}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as in cpu-fmnist-mlp": {},
+ROUNDS, RECORDED = 40, 20
+MLP: dict[str, dict[str, Any]] = {
+    "as in the preset": {},
     "300 iterations": {"iterations": 300},
     "1000 iterations": {"iterations": 1000},
     "inner rate fixed at 0.3": {"inner_lr": 0.3, "inner_lr_rate": 0.0},
@@ -53,38 +50,48 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fine-tuning: 100 steps at 1e-4": {"finetune_lr": 1e-4, "finetune_steps": 100},
     "fine-tuning: 20 steps at 1e-3": {"finetune_lr": 1e-3, "finetune_steps": 20},
 }
+CONVNET: dict[str, dict[str, Any]] = {
+    "as in the preset": {},
+    "fine-tuning: 20 steps at 1e-3": {"finetune_lr": 1e-3, "finetune_steps": 20},
+    "fine-tuning: 100 steps at 3e-4": {"finetune_steps": 100},
+    "fine-tuning: 50 steps at 1e-3": {"finetune_lr": 1e-3},
+    "image rate 0.03": {"image_lr": 0.03},
+    "image rate 0.1": {"image_lr": 0.1},
+}
+VARIANTS = {"cpu-fmnist-mlp": MLP, "cpu-fmnist-convnet": CONVNET}
 
 
-def trajectory(plan: Plan, rounds: int) -> list[Tree]:
-    """The global model after each round of FedAvg."""
-    path = []
-    with tempfile.TemporaryDirectory() as folder, Workers(plan) as workers:
-        state = RunState.initial(plan, Path(folder))
-        for _ in range(rounds):
-            state, _ = one_round(plan, state, workers, Host())
-            path.append(state.model)
-    return path
+def trajectory(config: Config, folder: Path) -> list[Tree]:
+    """The global model after each round of FedAvg, from a run that is made or finished if need be."""
+    resume(folder) if (folder / "config.toml").exists() else run(config, out=folder)
+    files = sorted(folder.glob("checkpoint/round-*/state.safetensors"))
+    return [tree.unnest(tree.unpack(file.read_bytes()))["model"] for file in files]
 
 
-def main() -> None:
+def main(preset: str) -> None:
     """Run what is missing."""
-    config = Config.load("cpu-fmnist-mlp", {"method": "fedavg", "validation_samples": 5000, "evaluate": "validation"})
-    plan = Plan.make(config)
+    validated = {"method": "fedavg", "validation_samples": 5000, "evaluate": "validation", "rounds": ROUNDS}
+    config = Config.load(preset, validated | {"checkpoint_every": 1, "keep_checkpoints": ROUNDS})
+    path = trajectory(config, Path("runs") / f"ablation-{preset}")
+    file = Path(__file__).parent / "results" / f"ablation-{preset}.json"
+    rows = json.loads(file.read_text()) if file.exists() else {}
     torch.set_num_threads(1)
-    path = trajectory(plan, 40)
-    rows = json.loads(FILE.read_text()) if FILE.exists() else {}
-    before = [accuracy(plan, model) for model in path[20:]]
+    plan = Plan.make(config)
+    before = [accuracy(plan, model) for model in path[RECORDED:]]
     made: dict[str, Any] = {}
-    for name, changes in VARIANTS.items():
+    for name, changes in VARIANTS[preset].items():
         if name in rows:
             continue
-        settings = build(DynaFedSettings, BASE | changes)
+        settings = Config.load(preset, {f"dynafed.{k}": v for k, v in changes.items()}).section(
+            "dynafed", DynaFedSettings
+        )
         losses: list[float] = []
         key = json.dumps({k: v for k, v in changes.items() if not k.startswith("finetune")})
+        began = time.perf_counter()
         if key not in made:
             synthetic = synthesize(
                 plan.module,
-                path[:20],
+                path[:RECORDED],
                 plan.dataset.shape,
                 plan.dataset.classes,
                 settings,
@@ -93,7 +100,8 @@ def main() -> None:
             made[key] = synthetic, statistics.fmean(losses[-50:])
         synthetic, loss = made[key]
         after = [
-            accuracy(plan, finetune(plan.module, model, synthetic, settings, plan.seeds, 1)) for model in path[20:]
+            accuracy(plan, finetune(plan.module, model, synthetic, settings, plan.seeds, 1))
+            for model in path[RECORDED:]
         ]
         rows[name] = {
             "before": statistics.fmean(before),
@@ -102,11 +110,12 @@ def main() -> None:
             "after_std": statistics.stdev(after),
             "matching_loss": loss,
             "inner_lr": synthetic.inner_lr,
+            "seconds": time.perf_counter() - began,
         }
         print(f"{name:50} {statistics.fmean(before):.4f} -> {statistics.fmean(after):.4f}", flush=True)
-        FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps(rows, indent=1) + "\n")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def executed(to: argparse.ArgumentParser) -> None:
         to.add_argument("--data-dir", metavar="DIR", help="where the datasets are (default: $DYNAFED_DATA)")
+        to.add_argument("--engine", metavar="NAME", help="local (processes of our own) or flower (its simulation)")
         to.add_argument("--workers", type=int, metavar="N", help="processes; any number gives the same result")
         to.add_argument("--json", action="store_true", help="print one JSON object, the summary, and nothing else")
         to.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
@@ -311,8 +312,9 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _execution(args: argparse.Namespace) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    if args.workers is not None:
-        changes["workers"] = args.workers
+    for key in ("engine", "workers"):
+        if getattr(args, key) is not None:
+            changes[key] = getattr(args, key)
     if args.data_dir is not None:
         changes["data_dir"] = str(Path(args.data_dir).absolute())
     return changes

@@ -88,6 +88,9 @@ class Config:
     keep_checkpoints: int = setting(2, "older ones are deleted", low=1)
     client_memory_mb: int = setting(1024, "clients' states beyond this live on disk", low=0)
     device: str = setting("cpu", "cpu, cuda, cuda:N or mps")
+    engine: str = setting(
+        "local", "who trains the clients: processes of our own, or Flower", choices=("local", "flower")
+    )
     workers: int = setting(0, "processes that train clients; any number gives the same bits (0: one a core)", low=0)
     threads: int = setting(1, "threads of each worker", low=1)
     data_dir: str = setting("", "where the datasets are; else the variable DYNAFED_DATA")

@@ -38,6 +38,13 @@ class Update:
     extras: Mapping[str, Tree] = field(default_factory=dict)
     curve: tuple[float, ...] = ()
     """The loss on the client's own data after each step, of a client that is watched; only simulations have it."""
+    failure: str = ""
+    """Why the client has nothing to send; then there is nothing else in it."""
+
+    @classmethod
+    def failed(cls, client: int, reason: str) -> Update:
+        """In place of the update of a client that could not train."""
+        return cls(client, {}, 0, 0, 0.0, 0.0, failure=reason)
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +54,8 @@ class Update:
 
 def flaw(update: Update, broadcast: Broadcast, layout: Mapping[str, Tree] | None = None) -> str | None:
     """Why this update must not be averaged, or None if it is sound; `layout` is what its extras must look like."""
+    if update.failure:
+        return update.failure
     if update.examples < 1:
         return f"trained on {update.examples} examples"
     if reason := _mismatch(update.model, broadcast.model):
@@ -57,6 +66,17 @@ def flaw(update: Update, broadcast: Broadcast, layout: Mapping[str, Tree] | None
     return not_finite(update.model | extras)
 
 
+def enrolment_flaw(sent: Tree, layout: Tree) -> str | None:
+    """Why an enrolment must not count, or None if it is sound; `layout` is what it must look like without its rows."""
+    if any(tensor.dim() == 0 for tensor in sent.values()):
+        return "it holds a single number"
+    if reason := _mismatch({name: tensor[:0] for name, tensor in sent.items()}, layout):
+        return reason
+    if len({len(tensor) for tensor in sent.values()}) > 1:
+        return "its tensors differ in their rows"
+    return not_finite(sent)
+
+
 def not_finite(sent: Tree) -> str | None:
     """A sentence about the first tensor with NaN or infinity, if there is one."""
     for name, tensor in sent.items():
@@ -65,7 +85,8 @@ def not_finite(sent: Tree) -> str | None:
     return None
 
 
-def _mismatch(got: Tree, expected: Tree) -> str | None:
+def misfit(got: Tree, expected: Tree) -> str | None:
+    """A sentence about the first name that is missing or not expected, or the first shape that differs."""
     if missing := sorted(expected.keys() - got.keys()):
         return f"'{missing[0]}' is missing"
     if unknown := sorted(got.keys() - expected.keys()):
@@ -73,6 +94,13 @@ def _mismatch(got: Tree, expected: Tree) -> str | None:
     for name, tensor in expected.items():
         if got[name].shape != tensor.shape:
             return f"'{name}' has shape {tuple(got[name].shape)}, not {tuple(tensor.shape)}"
+    return None
+
+
+def _mismatch(got: Tree, expected: Tree) -> str | None:
+    if reason := misfit(got, expected):
+        return reason
+    for name, tensor in expected.items():
         if got[name].dtype != tensor.dtype:
             return f"'{name}' has dtype {got[name].dtype}, not {tensor.dtype}"
     return None

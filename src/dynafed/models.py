@@ -152,17 +152,50 @@ def check_name(model: str) -> None:
 def build(config: Config, shape: Shape, classes: int, factory: Factory | None = None) -> nn.Module:
     """A fresh model as configured, or from the user's own factory."""
     if factory is not None:
-        return _call(factory, shape, classes)
+        return from_factory(factory, shape, classes)
     if config.model == "custom":
         raise UserError("model = 'custom' stands for a factory given in Python: pass it again as model=...")
     if ":" in config.model:
-        return _call(_imported(config.model), shape, classes)
+        return from_factory(_imported(config.model), shape, classes)
     if config.model == "mlp":
         return mlp(shape, classes, config.section("mlp", MLPSettings))
     if config.model == "convnet":
         return convnet(shape, classes, config.section("convnet", ConvNetSettings))
     stages, width = {"resnet8": ((1, 1, 1), 16), "resnet18": ((2, 2, 2, 2), 64)}[config.model]
     return resnet(shape, classes, config.section("resnet", ResNetSettings), stages, width)
+
+
+def from_factory(factory: Factory, shape: Shape, classes: int) -> nn.Module:
+    """A fresh model from the user's own factory."""
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise UserError(f"model must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}")
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # a few built-in callables don't tell
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
+    model = factory(shape, classes) if len(required) == 2 else factory()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+@torch.no_grad()
+def check(model: nn.Module, x: Tensor, classes: int) -> None:
+    """Refuse a network that doesn't turn this one sample into so many logits, or has nothing to train."""
+    model.eval()
+    try:
+        logits = model(x)
+    except Exception as error:  # it is the user's code: whatever it raises is what they need to know
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the model can't take samples of shape {tuple(x.shape[1:])}: {reason}") from None
+    wanted, got = (1, classes), tuple(getattr(logits, "shape", ()))
+    if got != wanted:
+        kind = f"of shape {got}" if got else type(logits).__name__
+        raise UserError(f"the model's output for one sample must be a tensor of shape {wanted}, not {kind}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("the model has no trainable parameters")
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
@@ -193,18 +226,3 @@ def _imported(path: str) -> Factory:
     if not callable(factory):
         raise UserError(f"model = '{path}' is not callable")
     return factory  # type: ignore[no-any-return]
-
-
-def _call(factory: Factory, shape: Shape, classes: int) -> nn.Module:
-    if not callable(factory) or isinstance(factory, nn.Module):
-        raise UserError(f"model must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}")
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # a few built-in callables don't tell
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
-    model = factory(shape, classes) if len(required) == 2 else factory()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
-    return model

@@ -1,60 +1,114 @@
-"""The parts of a training loop: the order of the batches, optimisers by name, and their moments as trees."""
+"""The parts of a training loop: the order of the batches, and optimisers by name whose moments are trees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from dynafed.tree import Tree
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 
-def make(
-    name: str, params: Sequence[Tensor], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
-) -> Optimizer:
-    """A fresh optimiser over leaf tensors that are all on one device."""
-    params = list(params)
-    fused = params[0].device.type in ("cpu", "cuda")
-    if name in ("sgd", "momentum"):
-        momentum = momentum if name == "momentum" else 0.0
-        return SGD(params, lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
-    kind: type[Adam] = {"adam": Adam, "adamw": AdamW}[name]
-    return kind(params, lr, weight_decay=weight_decay, fused=fused)
+class Optimizer:
+    """Changes tensors in place by their gradients: torch's own kernels, without the bookkeeping around them."""
+
+    def __init__(
+        self, name: str, params: Sequence[Tensor], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
+    ) -> None:
+        self.name, self.lr, self.weight_decay = name, lr, weight_decay
+        self.momentum = momentum if name == "momentum" else 0.0
+        # The fused kernels go through memory as it lies: a matrix that lies column by column is given transposed.
+        self.turned = [_lies_by_columns(parameter) for parameter in params]
+        self.params = self._as_they_lie(params)
+        if any(own.data_ptr() != given.data_ptr() for own, given in zip(self.params, params, strict=True)):
+            raise ValueError("every parameter must be contiguous, or its transpose")
+        self.fused = self.params[0].device.type in ("cpu", "cuda")
+        self.kept: dict[str, list[Tensor]] = {}
+        if name in ("adam", "adamw"):
+            self.kept = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
+            self.kept["step"] = [torch.zeros((), device=p.device) for p in self.params]
+        elif self.momentum:
+            self.kept["momentum_buffer"] = [torch.zeros_like(p) for p in self.params]
+
+    @torch.no_grad()
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """Change the parameters by their gradients, given in the same order."""
+        lying = self._as_they_lie(grads)
+        if self.name in ("adam", "adamw"):
+            function = adam if self.name == "adam" else adamw
+            function(
+                self.params,
+                lying,
+                self.kept["exp_avg"],
+                self.kept["exp_avg_sq"],
+                [],
+                self.kept["step"],
+                fused=self.fused,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=self.lr,
+                weight_decay=self.weight_decay,
+                eps=1e-8,
+                maximize=False,
+            )
+        else:
+            sgd(
+                self.params,
+                lying,
+                list(self.kept.get("momentum_buffer", [None] * len(lying))),
+                fused=self.fused,
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=self.lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    def moments(self) -> Tree:
+        """What it remembers, named `<parameter's number>.<moment>`."""
+        return {
+            f"{number}.{moment}": (tensor.t() if turned and tensor.ndim else tensor).clone()
+            for moment, tensors in self.kept.items()
+            for number, (tensor, turned) in enumerate(zip(tensors, self.turned, strict=True))
+        }
+
+    def restore(self, saved: Tree) -> None:
+        """Take over what another one of the same kind remembered; nothing if there is nothing."""
+        for key, value in saved.items():
+            number, _, moment = key.partition(".")
+            own = self.kept[moment][int(number)]
+            value = value.t() if self.turned[int(number)] and value.ndim else value
+            # Moments go by position, and would be spread over a parameter of another shape in silence.
+            if value.shape != own.shape:
+                raise ValueError(f"moment {key} has shape {tuple(value.shape)}: the parameters are in another order")
+            own.copy_(value)
+
+    def _as_they_lie(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(tensors, self.turned, strict=True)
+        return [(tensor.t() if turned else tensor).detach().contiguous() for tensor, turned in pairs]
 
 
-def moments(optimizer: Optimizer) -> Tree:
-    """What the optimiser remembers, named `<parameter's number>.<moment>`."""
-    return {
-        f"{number}.{name}": value.detach().clone()
-        for number, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-        if value is not None
-    }
+def _lies_by_columns(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
 
 
-def restore(optimizer: Optimizer, saved: Tree) -> None:
-    """Give an optimiser of the same kind the moments that another one had."""
-    state: dict[int, dict[str, Tensor]] = {}
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, value in saved.items():
-        number, _, name = key.partition(".")
-        # Moments go by position: over parameters in another order, the fused kernels would read beyond their ends.
-        if value.ndim and value.shape != params[int(number)].shape:
-            raise ValueError(f"moment {key} has shape {tuple(value.shape)}: the parameters are in another order")
-        state.setdefault(int(number), {})[name] = value.clone()
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def batches(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Rows of each step: a fresh shuffle every epoch, whose last batch may be short, until the steps are done."""
-    while True:
-        order = rng.permutation(samples)
-        for start in range(0, samples, size):
-            if not steps:
+def batches(tensors: Sequence[Tensor], size: int, steps: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, step by step: a fresh shuffle every epoch, whose last batch may be short."""
+    done = 0
+    while done < steps:
+        order = torch.from_numpy(rng.permutation(len(tensors[0]))).to(tensors[0].device)
+        shuffled = [torch.split(tensor.index_select(0, order), size) for tensor in tensors]
+        for batch in zip(*shuffled, strict=True):
+            if done == steps:
                 return
-            steps -= 1
-            yield order[start : start + size]
+            done += 1
+            yield batch

@@ -18,13 +18,18 @@ def map_tensors(function: Callable[..., Tensor], *trees: Mapping[str, Tensor]) -
 
 
 def clone(tree: Mapping[str, Tensor]) -> Tree:
-    """A copy that shares no memory with `tree` (a plain `.cpu()` would, on a CPU)."""
-    return {name: tensor.detach().clone() for name, tensor in tree.items()}
+    """A contiguous copy that shares no memory with `tree` (a plain `.cpu()` would, on a CPU)."""
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tree.items()}
 
 
 def to(tree: Mapping[str, Tensor], device: torch.device | str) -> Tree:
-    """The same tensors on `device`."""
-    return {name: tensor.to(device) for name, tensor in tree.items()}
+    """The same tensors on `device`, contiguous: the bits of a product depend on how its factors lie in memory."""
+    return {name: tensor.to(device).contiguous() for name, tensor in tree.items()}
+
+
+def by_columns(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
+    """The same tensors, those with these names lying column by column in memory."""
+    return {name: tensor.t().contiguous().t() if name in names else tensor for name, tensor in tree.items()}
 
 
 def only(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:

@@ -27,7 +27,9 @@ def broadcast(plan: Plan, round: int = 1) -> Broadcast:
 
 
 def test_batches_cover_every_sample_each_epoch() -> None:
-    rows = list(batches(10, 4, 6, np.random.default_rng(0)))
+    pairs = list(batches((torch.arange(10), 2 * torch.arange(10)), 4, 6, np.random.default_rng(0)))
+    assert all(torch.equal(2 * a, b) for a, b in pairs)
+    rows = [batch.numpy() for batch, _ in pairs]
     assert [len(batch) for batch in rows] == [4, 4, 2, 4, 4, 2]
     assert sorted(np.concatenate(rows[:3])) == sorted(np.concatenate(rows[3:])) == list(range(10))
     assert not np.array_equal(np.concatenate(rows[:3]), np.concatenate(rows[3:]))
@@ -62,9 +64,9 @@ def test_the_loop_is_a_plain_torch_loop(optimizer: str) -> None:
     }
     plain = kinds[optimizer](module.parameters())
     x, y = plan.client_data(2)
-    for rows in batches(len(y), 16, update.steps, plan.seeds.rng("batches", 4, 2)):
+    for some_x, some_y in batches((x, y), 16, update.steps, plan.seeds.rng("batches", 4, 2)):
         plain.zero_grad()
-        F.cross_entropy(module(x[rows]), y[rows]).backward()
+        F.cross_entropy(module(some_x), some_y).backward()
         plain.step()
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(update.model[name], tensor, rtol=1e-5, atol=1e-6)

@@ -91,7 +91,7 @@ def test_round_1_is_fedavg_and_later_steps_move_by_both_terms() -> None:
     # The same stream of random numbers that the client has: labels, then noise.
     rng = plan.seeds.rng("method", 2, 3)
     x, y = plan.client_data(3)
-    rows = next(optim.batches(len(y), 1000, 1, plan.seeds.rng("batches", 2, 3)))
+    (rows,) = next(optim.batches([torch.arange(len(y))], 1000, 1, plan.seeds.rng("batches", 2, 3)))
     x, y = x[rows], y[rows]
     labels = torch.cat([y, torch.from_numpy(rng.choice(4, 32, p=[0.25] * 4))])
     features = generate(

@@ -151,4 +151,5 @@ def test_what_can_t_work_is_refused_before_round_1(tmp_path: Path, caplog: pytes
 def test_a_model_that_never_moves_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     still = run_tiny(tmp_path / "r", **SMALL | {"lr": 1e-30, "rounds": 6})
     assert "no synthesis in round 4" in caplog.text
+    assert "no synthesis in round 6" in caplog.text
     assert torch.equal(still.state.model["head.bias"], still.plan.initial_model()["head.bias"])

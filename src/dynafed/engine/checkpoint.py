@@ -15,7 +15,7 @@ from typing import Any
 
 from dynafed import tree
 from dynafed.engine.files import checksum, write_bytes
-from dynafed.engine.memory import ClientMemory, Listing
+from dynafed.engine.memory import ClientMemory, Listing, Receipts
 from dynafed.engine.plan import Plan
 from dynafed.errors import UserError
 from dynafed.tree import Tree
@@ -39,7 +39,7 @@ class RunState:
         """The state before round 1."""
         model = plan.initial_model()
         server = {step.name: step.initial(plan, model) for step in plan.methods.steps}
-        return cls(0, model, server, ClientMemory(_clients(path), plan.config.client_memory_mb * 2**20))
+        return cls(0, model, server, _memory(path, plan))
 
 
 def save(path: Path, plan: Plan, state: RunState) -> None:
@@ -81,7 +81,7 @@ def load(path: Path, plan: Plan) -> RunState:
             raise UserError(
                 f"{path} was run with other data, another split or another network: it can't be resumed with these"
             )
-        clients = ClientMemory(_clients(path), plan.config.client_memory_mb * 2**20, _listing(body))
+        clients = _memory(path, plan, _listing(body))
         if file := clients.damaged():
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)
             continue
@@ -114,5 +114,11 @@ def _listing(body: dict[str, Any]) -> Listing:
     return {int(client): (round, sum) for client, (round, sum) in body["clients"].items()}
 
 
-def _clients(path: Path) -> Path:
+def _memory(path: Path, plan: Plan, listing: Listing | None = None) -> ClientMemory:
+    kind = Receipts if plan.config.engine == "flower" else ClientMemory
+    return kind(memory_folder(path), plan.config.client_memory_mb * 2**20, listing)
+
+
+def memory_folder(path: Path) -> Path:
+    """Where a run's clients' states are."""
     return path / "clients"

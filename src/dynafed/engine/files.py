@@ -33,6 +33,15 @@ def sole_owner(folder: Path, patience: float = 3.0) -> Iterator[None]:
         yield
 
 
+def make_folder(path: Path) -> Path:
+    """The folder, made if need be; a clear word if it can't be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't make the folder {path}: {error.strerror}") from None
+    return path
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write aside, flush to disk, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import time
 import torch
 
 from dynafed import optim, tree
+from dynafed.engine.gradient import Gradient
 from dynafed.engine.plan import Plan
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import Local
@@ -25,12 +26,16 @@ def local_update(
     began = time.perf_counter()
     config, method = plan.config, plan.methods.client
     remembered = tree.unnest(memory or {})
-    weights = tree.to(tree.clone(broadcast.model), plan.device)
-    params = {name: weights[name].requires_grad_() for name in plan.trainable}
+
+    def arranged(parts: Tree) -> Tree:
+        return tree.by_columns(tree.to(parts, plan.device), plan.matrices)
+
+    weights = arranged(tree.clone(broadcast.model))
+    params = tree.only(weights, plan.trainable)
     x, y = plan.client_data(client)
     steps = config.local_steps or config.local_epochs * -(-len(y) // config.batch_size)
     steps = max(1, int(steps * work))
-    optimizer = optim.make(
+    optimizer = optim.Optimizer(
         config.optimizer,
         list(params.values()),
         config.lr_at(broadcast.round),
@@ -38,14 +43,14 @@ def local_update(
         weight_decay=config.weight_decay,
     )
     if config.client_state == "persistent":
-        optim.restore(optimizer, remembered.get("optimizer", {}))
+        optimizer.restore(remembered.get("optimizer", {}))
     local = Local(
         client=client,
         forward=lambda params, x: plan.forward(weights | params, x),
-        start=tree.to({name: broadcast.model[name] for name in plan.trainable}, plan.device),
-        buffers=tree.clone(tree.without(weights, plan.trainable)),
-        extras=tree.to(broadcast.extras.get(method.name, {}), plan.device),
-        memory=tree.to(remembered.get("method", {}), plan.device),
+        start=arranged(tree.only(broadcast.model, plan.trainable)),
+        buffers=arranged(tree.clone(tree.without(weights, plan.trainable))),
+        extras=arranged(broadcast.extras.get(method.name, {})),
+        memory=arranged(remembered.get("method", {})),
         x=x,
         y=y,
         steps=steps,
@@ -59,25 +64,18 @@ def local_update(
     curve: list[float] = []
     with plan.seeds.torch_seeded("layers", broadcast.round, client):
         local = dataclasses.replace(local, carry=method.begin(local))
+        gradient = Gradient(plan, params, local)
         order = plan.seeds.rng("batches", broadcast.round, client)
-        for batch in optim.batches(len(y), config.batch_size, steps, order):
-            index = torch.from_numpy(batch).to(plan.device)
-            loss = method.loss(params, x[index], y[index], local)
-            grads = dict(
-                zip(params, torch.autograd.grad(loss, list(params.values()), materialize_grads=True), strict=True)
-            )
-            with torch.no_grad():
-                grads = method.adjust(grads, params, local)
-            for name, parameter in params.items():
-                parameter.grad = grads[name]
-            optimizer.step()
-            total += loss.detach()
+        for batch in optim.batches((x, y), config.batch_size, steps, order):
+            loss, *grads = gradient(*batch)
+            optimizer.step(grads)
+            total += loss
             if client in config.watch:
                 curve.append(plan.loss_on(weights, x, y))
         finished = method.finish(tree.clone(params), local)
     kept = {"method": finished.memory}
     if config.client_state == "persistent":
-        kept["optimizer"] = optim.moments(optimizer)
+        kept["optimizer"] = optimizer.moments()
     update = Update(
         client=client,
         model=tree.to(tree.clone(weights), "cpu"),

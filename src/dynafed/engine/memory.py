@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+import torch
+
 from dynafed import tree
 from dynafed.engine.files import checksum, write_bytes
 from dynafed.tree import Tree
@@ -99,5 +101,55 @@ class ClientMemory:
             self.checksums[name] = checksum(content)
 
     def _file(self, name: Name) -> Path:
-        client, round = name
-        return self.folder / f"{client % 256:02x}" / f"{client}-{round}.safetensors"
+        return memory_file(self.folder, *name)
+
+
+def memory_file(folder: Path, client: int, round: int | str) -> Path:
+    """Where the state that a client made in a round is kept."""
+    return folder / f"{client % 256:02x}" / f"{client}-{round}.safetensors"
+
+
+class Receipts(ClientMemory):
+    """For a server whose clients keep their states themselves: which of them count, but not what is in them.
+
+    In a state's place stands its receipt: the round that it was made in, and its file's checksum.
+    """
+
+    def load(self, client: int) -> Tree:
+        """The receipt of the client's state; empty if it has none."""
+        round = self.rounds.get(client)
+        return {} if round is None else receipt(round, self.checksums[client, round])
+
+    def stage(self, client: int, round: int, state: Tree) -> None:
+        """Take note of a new state, which counts only once it is committed; or of one that the client has lost."""
+        if not state:
+            return
+        made, sum = read_receipt(state)
+        if made == LOST:
+            self.rounds.pop(client, None)
+        else:
+            self.staged.add((client, round))
+            self.checksums[client, round] = sum
+
+    def damaged(self) -> str | None:
+        """Nobody knows before the client is asked."""
+        return None
+
+
+NOTHING = checksum(b"")
+
+LOST = 0
+"""The round on the receipt of a client that has lost its state."""
+
+
+def receipt(round: int, sum: str) -> Tree:
+    """What stands for a client's state where the state itself isn't."""
+    return {"round": torch.tensor(round), "checksum": torch.tensor(list(bytes.fromhex(sum)), dtype=torch.uint8)}
+
+
+def read_receipt(state: Tree) -> tuple[int, str]:
+    """The inverse of `receipt`; a client may have written it, so it is looked at closely."""
+    sum = bytes(state["checksum"].tolist()).hex()
+    if len(sum) != len(NOTHING):
+        raise ValueError(f"a checksum of {len(sum)} digits")
+    return int(state["round"]), sum

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import resource
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,11 +30,10 @@ from dynafed.config import Config
 from dynafed.engine import checkpoint
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.cohort import sample
-from dynafed.engine.files import sole_owner, write_bytes, write_json
+from dynafed.engine.files import make_folder, sole_owner, write_bytes, write_json
 from dynafed.engine.plan import Plan
 from dynafed.engine.server import Outcome, server_broadcast, server_enrol, server_update
 from dynafed.engine.stopping import Stopped, StopRequest
-from dynafed.engine.traffic import enrolments
 from dynafed.engine.workers import Workers
 from dynafed.errors import Interrupted, UserError, WorkerDied
 from dynafed.messages import Update
@@ -44,15 +44,26 @@ from dynafed.tree import Tree
 from dynafed.version import __version__
 
 EXECUTION = frozenset(
-    ("workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
+    ("engine", "workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
 )
 """Keys that decide how a run is executed, not what it is to compute."""
 
 FINAL_ROUNDS = 5
 """The paper reports the mean accuracy of so many last rounds."""
 
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Flower and Ray read these variables when they are imported; a user's own choice stays."""
+
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
+
+Crew = Callable[[Plan, Path], Workers]
+"""Makes the workers of a run, given its plan and its folder."""
 
 
 class Progress:
@@ -97,25 +108,25 @@ def run(
     clients: Sequence[Any] | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> Result:
     """Run federated learning as configured and leave the run's files in `out` (by default a new folder in `runs/`).
 
     Instead of a named dataset, `train` and `test` can be any pairs (x, y) of tensors or arrays; instead of a named
     split, `clients` a list of row numbers for each client; instead of a named model, `model` a factory of one.
+    `crew` is for engines: who trains the clients, if it isn't the one that the config names.
     """
     plan = Plan.make(config, model=model, train=train, test=test, clients=clients)
     path = Path(out) if out is not None else _fresh_folder(plan.config)
     if (path / "config.toml").exists():
         raise UserError(f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't make the folder {path}: {error.strerror}") from None
+    workers = (crew or _crew)(plan, path)
+    make_folder(path)
     state = RunState.initial(plan, path)
     with sole_owner(path):
         write_json(path / "partition.json", _who_has_what(plan))
         write_bytes(path / "config.toml", plan.config.to_toml().encode())
-        return _finish(plan, path, state, [], progress or Progress())
+        return _finish(plan, path, state, [], progress or Progress(), workers)
 
 
 def resume(
@@ -127,11 +138,12 @@ def resume(
     clients: Sequence[Any] | None = None,
     changes: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> Result:
     """Continue a run from its last checkpoint; it ends with the same bits as if it had never stopped.
 
-    What was given to `run` in Python must be given again. `changes` may set how it is executed: `workers`, `device`,
-    `data_dir`; and more `rounds`.
+    What was given to `run` in Python must be given again. `changes` may set how it is executed: `engine`, `workers`,
+    `device`, `data_dir`; and more `rounds`.
     """
     path = Path(path)
     if not (path / "config.toml").is_file():
@@ -144,22 +156,39 @@ def resume(
     if config.rounds < before.rounds:
         raise UserError(f"rounds = {config.rounds} is less than the run's own {before.rounds}")
     plan = Plan.make(config, model=model, train=train, test=test, clients=clients)
+    workers = (crew or _crew)(plan, path)
     with sole_owner(path):
         state = checkpoint.load(path, plan)
         history = [record for record in read_metrics(path) if record["round"] <= state.round]
         if len(history) < state.round:
             raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
         write_bytes(path / "config.toml", plan.config.to_toml().encode())
-        return _finish(plan, path, state, history, progress or Progress())
+        return _finish(plan, path, state, history, progress or Progress(), workers)
 
 
-def _finish(plan: Plan, path: Path, state: RunState, history: list[Record], progress: Progress) -> Result:
+def _crew(plan: Plan, path: Path) -> Workers:
+    """Who trains the clients, by the config's `engine`."""
+    if plan.config.engine == "local":
+        return Workers(plan)
+    # Nothing of what we do goes over the network, and nobody asked for it to be told about.
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
+    try:
+        from dynafed.flower.simulation import Simulation
+    except ModuleNotFoundError as error:
+        raise UserError(f"engine = 'flower' needs {error.name}: pip install dynafed[flower]") from None
+    return Simulation(plan, path)
+
+
+def _finish(
+    plan: Plan, path: Path, state: RunState, history: list[Record], progress: Progress, workers: Workers
+) -> Result:
     """The rounds that are left, one after the other."""
     config = plan.config
     began = time.perf_counter()
     spent = sum(record["seconds"] for record in history)
     write_bytes(path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in history).encode())
-    with Workers(plan) as workers, StopRequest() as stop, (path / "metrics.jsonl").open("a") as metrics:
+    with workers, StopRequest() as stop, (path / "metrics.jsonl").open("a") as metrics:
         host = Host(path, stop.check, progress.busy)
         try:
             while state.round < config.rounds:
@@ -189,7 +218,7 @@ def one_round(plan: Plan, state: RunState, workers: Workers, host: Host) -> tupl
     clock = time.perf_counter()
     record: Record = {"round": round, "lr": config.lr_at(round)}
     if round == 1 and plan.methods.enrols:
-        server, counts = server_enrol(plan, state.server, enrolments(plan))
+        server, counts = server_enrol(plan, state.server, workers.enrol())
         state = dataclasses.replace(state, server=server)
         record |= counts
     broadcast = server_broadcast(plan, round, state.model, state.server)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynafed import tree
 from dynafed.engine.plan import Plan
-from dynafed.messages import Broadcast, Update, flaw, not_finite
+from dynafed.messages import Broadcast, Update, enrolment_flaw, flaw
 from dynafed.methods import Host, Mean, Server
 from dynafed.tree import Tree
 
@@ -40,19 +40,20 @@ def server_enrol(
 ) -> tuple[dict[str, Tree], dict[str, int]]:
     """What the clients send once, before round 1, becomes part of the server's state; and how much it was.
 
-    An enrolment that holds NaN or infinity is left out.
+    An enrolment that isn't what the method expects, or holds NaN or infinity, is left out.
     """
+    method = plan.methods.client
+    layout = method.sends_once(plan)
     counts = {"bytes_enrolment": 0, "enrolments_rejected": 0}
 
     def sound() -> Iterator[Tree]:
         for enrolment in enrolments:
             counts["bytes_enrolment"] += tree.nbytes(enrolment)
-            if not_finite(enrolment):
+            if enrolment_flaw(enrolment, layout):
                 counts["enrolments_rejected"] += 1
             else:
                 yield enrolment
 
-    method = plan.methods.client
     state = method.admit(dict(server.get(method.name, {})), plan, sound())
     return {**server, method.name: state}, counts
 

@@ -22,6 +22,7 @@ from dynafed import tree
 from dynafed.engine.evaluate import chunks, evaluate_chunk
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
+from dynafed.engine.traffic import enrolments
 from dynafed.errors import UserError, WorkerDied
 from dynafed.messages import Broadcast, Update
 from dynafed.tree import Tree
@@ -57,6 +58,10 @@ class Workers:
             process.join()
             connection.close()
         torch.set_num_threads(self.threads_before)
+
+    def enrol(self) -> Iterator[Tree]:
+        """What each client that has data sends once, before round 1."""
+        return enrolments(self.plan)
 
     def train(
         self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], memory_of: Callable[[int], Tree]

@@ -69,13 +69,15 @@ class Local:
     steps: int
     lr: float
     rng: np.random.Generator
-    """The method's own random stream; the order of the batches doesn't depend on it."""
+    """The method's own random stream, for `begin` and `draw`; the order of the batches doesn't depend on it."""
     features: Callable[[Tree, Tensor], Tensor]
     """The vectors that the head sees, with the given parameters; only if `Needs.features`."""
     head: Callable[[Tree, Tensor], Tensor]
     """Logits of such vectors."""
-    carry: Any = None
+    carry: Tree = field(default_factory=dict)
     """What `begin` returned."""
+    drawn: Tree = field(default_factory=dict)
+    """What `draw` returned for this step."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,20 @@ class Method:
         """What every client sends once, before round 1. Costs nothing unless a method overrides it."""
         return {}
 
-    def begin(self, local: Local) -> Any:
+    def sends_once(self, plan: Plan) -> Tree:
+        """The layout of what `enrol` gives, without its rows: an enrolment that looks different is left out."""
+        return {}
+
+    def begin(self, local: Local) -> Tree:
         """Prepare what stays the same during local training; it arrives in `local.carry`."""
-        return None
+        return {}
+
+    def draw(self, size: int, local: Local) -> Tree:
+        """What is random in one step on `size` samples; it arrives in `local.drawn`, so that `loss` stays pure."""
+        return {}
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
-        """The loss of one batch."""
+        """The loss of one batch, a function of tensors only."""
         return F.cross_entropy(local.forward(params, x), y)
 
     def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
@@ -214,4 +224,4 @@ class Method:
     @classmethod
     def trains(cls) -> bool:
         """Whether it has a client half."""
-        return cls.overrides("enrol", "begin", "loss", "adjust", "finish")
+        return cls.overrides("enrol", "begin", "draw", "loss", "adjust", "finish")

@@ -12,12 +12,18 @@ Algorithm 2 of the paper, as a server step that needs nothing but the averaged m
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from dynafed import tree
 from dynafed.errors import UserError
-from dynafed.methods.base import Method, Refined, Server
+from dynafed.methods.base import Host, Method, Refined, Server
+from dynafed.seeds import Seeds
 from dynafed.synthesis.dataset import Synthetic
 from dynafed.synthesis.exhibits import Album
 from dynafed.synthesis.matching import refuse_batch_state
@@ -29,12 +35,116 @@ from dynafed.tree import Tree
 if TYPE_CHECKING:
     from dynafed.config import Config
     from dynafed.engine.plan import Plan
+    from dynafed.synthesis.quality import Quality
 
 log = logging.getLogger("dynafed")
 
 
+@dataclass(frozen=True)
+class Task:
+    """What DynaFed has to know of a federation: no data, no clients."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    """Of one sample."""
+    classes: int
+    seeds: Seeds
+    measure: Callable[[Segments, Synthetic], Quality] | None = None
+    """Takes the paper's measures of a new D_syn, where there are real samples to compare with."""
+
+
+class Algorithm:
+    """Algorithm 2, round by round. The state is the recorded trajectory, and D_syn once there is one."""
+
+    def __init__(self, settings: DynaFedSettings) -> None:
+        self.settings = settings
+        self.length = settings.trajectory + settings.include_initial
+        """Checkpoints of a whole trajectory."""
+        if self.length <= settings.segment:
+            raise UserError(
+                f"dynafed.segment = {settings.segment} needs a longer trajectory than {self.length} checkpoints: "
+                "raise dynafed.trajectory"
+            )
+
+    def initial(self, task: Task, model: Tree) -> Tree:
+        """An empty trajectory, or one that begins with the initial model; and D_syn, if it is given."""
+        refuse_batch_state(task.module)
+        parts: dict[str, Tree] = {}
+        if self.settings.include_initial:
+            parts["trajectory"] = tree.nest({"000000": model})
+        if self.settings.synthetic:
+            parts["synthetic"] = Synthetic.load(self.settings.synthetic, task.shape, task.classes).tree()
+        return tree.nest(parts)
+
+    def refine(self, task: Task, model: Tree, state: Tree, round: int, host: Host) -> Refined:
+        """Record, synthesise or fine-tune, whichever this round is for.
+
+        A round that failed isn't seen here, so it is the checkpoints that count, not the rounds.
+        """
+        parts, since, again = tree.unnest(state), round - self.settings.trajectory, self.settings.resynthesize_every
+        ready = "synthetic" in parts
+        metrics: dict[str, Any] = {}
+        if ready and since > 0:
+            synthetic = Synthetic.from_tree(parts["synthetic"])
+            model = finetune(task.module, model, synthetic, self.settings, task.seeds, round)
+        if not self.settings.synthetic and (again or not ready):
+            parts["trajectory"], length = self._recorded(parts.get("trajectory", {}), model, round)
+            if length == self.length and (not ready or since % again == 0):
+                made, metrics = self._synthesised(task, parts["trajectory"], round, host)
+                if made is not None:
+                    parts["synthetic"] = made.tree()
+                    if not again:
+                        del parts["trajectory"]
+        return Refined(model, tree.nest(parts), metrics)
+
+    def _recorded(self, trajectory: Tree, model: Tree, round: int) -> tuple[Tree, int]:
+        """The trajectory with one more checkpoint, without those that are too old; and how many it has."""
+        checkpoints = tree.unnest(trajectory) | {f"{round:06d}": tree.clone(model)}
+        kept = sorted(checkpoints)[-self.length :]
+        return tree.nest({number: checkpoints[number] for number in kept}), len(kept)
+
+    def _synthesised(
+        self, task: Task, trajectory: Tree, round: int, host: Host
+    ) -> tuple[Synthetic | None, dict[str, Any]]:
+        """Algorithm 1 on the recorded checkpoints, and measures of it; None, with a warning, if they never moved."""
+        from dynafed.synthesis.quality import matching_by_segment
+
+        named, device = tree.unnest(trajectory), next(task.module.parameters()).device
+        trained = [name for name, parameter in task.module.named_parameters() if parameter.requires_grad]
+        checkpoints = [tree.to(tree.only(named[number], trained), device) for number in sorted(named)]
+        album = Album(host.folder, self.settings.iterations) if host.folder else None
+        task.module.eval()
+        host.busy("synthesis", 0, self.settings.iterations)
+        try:
+            made = synthesize(
+                task.module,
+                checkpoints,
+                task.shape,
+                task.classes,
+                self.settings,
+                task.seeds.key("dynafed", round) % 2**63,
+                work=host.folder / "synthesis.safetensors" if host.folder else None,
+                check=host.check,
+                busy=host.busy,
+                seen=album.seen if album else lambda iteration, loss, x: None,
+            )
+        except Motionless as error:
+            log.warning("no synthesis in round %d: %s", round, error)
+            return None, {}
+        segments = Segments(checkpoints, self.settings, task.seeds)
+        quality = task.measure(segments, made) if task.measure else None
+        if album:
+            made.save(album.folder / "synthetic.safetensors")
+            album.close(made, quality)
+        metrics = {
+            "inner_lr": made.inner_lr,
+            "matching_loss": fmean(matching_by_segment(task.module, segments, made).values()),
+        }
+        return made, metrics | (asdict(quality) if quality else {})
+
+
 class DynaFed(Method):
-    """The server step. Its state is the recorded trajectory, and D_syn once there is one."""
+    """The server step."""
 
     name = "dynafed"
     summary = "fine-tunes the average on samples synthesised from the first rounds' global models"
@@ -44,84 +154,25 @@ class DynaFed(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        checkpoints = self.settings.trajectory + self.settings.include_initial
-        if checkpoints <= self.settings.segment:
-            raise UserError(
-                f"dynafed.segment = {self.settings.segment} needs a longer trajectory than {checkpoints} checkpoints: "
-                "raise dynafed.trajectory"
-            )
+        self.algorithm = Algorithm(self.settings)
 
     def initial(self, plan: Plan, model: Tree) -> Tree:
-        """An empty trajectory, or one that begins with the initial model; and D_syn, if it is given."""
-        refuse_batch_state(plan.module)
+        """The state before round 1."""
         if plan.config.rounds <= self.settings.trajectory:
             log.warning("rounds = %d leaves none after dynafed.trajectory to refine in", plan.config.rounds)
-        parts: dict[str, Tree] = {}
-        if self.settings.include_initial:
-            parts["trajectory"] = tree.nest({"000000": model})
-        if self.settings.synthetic:
-            given = Synthetic.load(self.settings.synthetic, plan.dataset.shape, plan.dataset.classes)
-            parts["synthetic"] = given.tree()
-        return tree.nest(parts)
+        return self.algorithm.initial(self._task(plan), model)
 
     def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
-        """Record, synthesise or fine-tune, whichever this round is for."""
-        parts, since = tree.unnest(state), server.round - self.settings.trajectory
-        metrics: dict[str, Any] = {}
-        if since > 0 and "synthetic" in parts:
-            synthetic = Synthetic.from_tree(parts["synthetic"])
-            model = finetune(server.plan.module, model, synthetic, self.settings, server.plan.seeds, server.round)
-        if since <= 0 or self.settings.resynthesize_every:
-            parts["trajectory"] = self._recorded(parts.get("trajectory", {}), model, server.round)
-        if self._is_due(since):
-            made, metrics = self._synthesised(parts["trajectory"], server)
-            if made is not None:
-                parts["synthetic"] = made.tree()
-            if not self.settings.resynthesize_every:
-                del parts["trajectory"]
-        return Refined(model, tree.nest(parts), metrics)
+        """One round of Algorithm 2."""
+        return self.algorithm.refine(self._task(server.plan), model, state, server.round, server.host)
 
-    def _is_due(self, since: int) -> bool:
-        if self.settings.synthetic:
-            return False
-        again = self.settings.resynthesize_every
-        return since == 0 or (since > 0 and again > 0 and since % again == 0)
+    def _task(self, plan: Plan) -> Task:
+        from dynafed.synthesis.quality import measure
 
-    def _recorded(self, trajectory: Tree, model: Tree, round: int) -> Tree:
-        """The trajectory with one more checkpoint, without those that are too old."""
-        checkpoints = tree.unnest(trajectory) | {f"{round:06d}": tree.clone(model)}
-        most = self.settings.trajectory + self.settings.include_initial
-        return tree.nest({number: checkpoints[number] for number in sorted(checkpoints)[-most:]})
-
-    def _synthesised(self, trajectory: Tree, server: Server) -> tuple[Synthetic | None, dict[str, Any]]:
-        """Algorithm 1 on the recorded checkpoints, and measures of it; None, with a warning, if they never moved."""
-        plan, folder = server.plan, server.host.folder
-        named = tree.unnest(trajectory)
-        checkpoints = [tree.to(named[number], plan.device) for number in sorted(named)]
-        album = Album(folder, self.settings.iterations) if folder else None
-        plan.module.eval()
-        try:
-            made = synthesize(
-                plan.module,
-                checkpoints,
-                plan.dataset.shape,
-                plan.dataset.classes,
-                self.settings,
-                plan.seeds.key("dynafed", server.round) % 2**63,
-                work=folder / "synthesis.safetensors" if folder else None,
-                check=server.host.check,
-                busy=server.host.busy,
-                seen=album.seen if album else lambda iteration, loss, x: None,
-            )
-        except Motionless as error:
-            log.warning("no synthesis in round %d: %s", server.round, error)
-            return None, {}
-        quality = None
-        if self.settings.evidence:
-            from dynafed.synthesis.quality import measure
-
-            quality = measure(plan, Segments(checkpoints, self.settings, plan.seeds), made)
-        if album:
-            made.save(album.folder / "synthetic.safetensors")
-            album.close(made, quality)
-        return made, {"inner_lr": made.inner_lr} | (asdict(quality) if quality else {})
+        return Task(
+            plan.module,
+            plan.dataset.shape,
+            plan.dataset.classes,
+            plan.seeds,
+            partial(measure, plan) if self.settings.evidence else None,
+        )

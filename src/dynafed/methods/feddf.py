@@ -94,19 +94,15 @@ def distil(
     x, _ = plan.server_data()
     student = tree.to(tree.clone(model), plan.device)
     params = [student[name].requires_grad_() for name in plan.trainable]
-    taught = optim.make(optimizer, params, rate(0))
-    order = optim.batches(len(x), batch_size, steps, plan.seeds.rng(name, server.round))
+    taught = optim.Optimizer(optimizer, params, rate(0))
+    order = optim.batches((x, targets), batch_size, steps, plan.seeds.rng(name, server.round))
     with plan.seeds.torch_seeded(name, server.round):
-        for step, rows in enumerate(order):
+        for step, (batch, wanted) in enumerate(order):
             plan.module.train()
-            index = torch.from_numpy(rows).to(plan.device)
-            logits = plan.forward(student, x[index])
-            loss = F.kl_div(logits.log_softmax(1), targets[index], reduction="batchmean")
-            for parameter, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-                parameter.grad = grad
-            for group in taught.param_groups:
-                group["lr"] = rate(step)
-            taught.step()
+            logits = plan.forward(student, batch)
+            loss = F.kl_div(logits.log_softmax(1), wanted, reduction="batchmean")
+            taught.lr = rate(step)
+            taught.step(torch.autograd.grad(loss, params))
             if step % LOOK_EVERY == 0:
                 server.host.check()
                 server.host.busy("distillation", step, steps)

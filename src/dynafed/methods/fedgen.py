@@ -54,22 +54,29 @@ class FedGen(Method):
     Settings = FedGenSettings
     settings: FedGenSettings
 
+    def draw(self, size: int, local: Local) -> Tree:
+        """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
+        chosen, seen = self.settings, unnest(local.extras)["seen"]
+        rounds = int(seen["rounds"])
+        if not rounds or chosen.alpha == chosen.beta == 0:
+            return {}
+        labels = _labels(seen["labels"], chosen.client_batch, local.rng).to(local.y.device)
+        noise = _noise(size + len(labels), chosen.noise, local.rng, local.x)
+        return {"labels": labels, "noise": noise, "fading": noise.new_tensor(chosen.decay**rounds)}
+
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
         """Cross-entropy and both terms."""
-        chosen, sent = self.settings, unnest(local.extras)
-        rounds = int(sent["seen"]["rounds"])
-        if not rounds or chosen.alpha == chosen.beta == 0:
+        if not local.drawn:
             return super().loss(params, x, y, local)
-        drawn = _labels(sent["seen"]["labels"], chosen.client_batch, local.rng)
-        labels = torch.cat([y, drawn.to(y.device)])
+        chosen, drawn = self.settings, local.drawn
+        labels = torch.cat([y, drawn["labels"]])
         # In one batch, so that its statistics never come from a single sample.
-        generated = local.head(params, generate(sent["net"], _noise(len(labels), chosen.noise, local.rng, x), labels))
+        generated = local.head(params, generate(unnest(local.extras)["net"], drawn["noise"], labels))
         agreed = generated[: len(y)].softmax(1).detach()
         logits = local.forward(params, x)
         taught = F.cross_entropy(generated[len(y) :], labels[len(y) :])
         agreement = F.kl_div(logits.log_softmax(1), agreed, reduction="batchmean")
-        fading = chosen.decay**rounds
-        return F.cross_entropy(logits, y) + fading * (chosen.alpha * taught + chosen.beta * agreement)
+        return F.cross_entropy(logits, y) + drawn["fading"] * (chosen.alpha * taught + chosen.beta * agreement)
 
     def finish(self, params: Tree, local: Local) -> Finished:
         """Say how many samples of each label there are."""
@@ -108,18 +115,16 @@ class FedGen(Method):
         heads = {name: torch.stack([u.model[name] for u in server.updates]).to(plan.device) for name in names}
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
         net = {name: parts["net"][name].to(plan.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
-        adam = optim.make("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
-        optim.restore(adam, to(parts.get("adam", {}), plan.device))
+        adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
+        adam.restore(to(parts.get("adam", {}), plan.device))
         rng, total = plan.seeds.rng(self.name, server.round), 0.0
         for _ in range(chosen.steps):
             labels = _labels(seen["labels"], chosen.batch_size, rng).to(plan.device)
             noise = _noise(chosen.batch_size, chosen.noise, rng, trust)
             loss = generator_loss(plan, net, heads, trust, noise, labels, chosen.diversity)
-            for parameter, grad in zip(net.values(), torch.autograd.grad(loss, list(net.values())), strict=True):
-                parameter.grad = grad
-            adam.step()
+            adam.step(torch.autograd.grad(loss, list(net.values())))
             total += loss.item()
-        trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": optim.moments(adam)}
+        trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": adam.moments()}
         metrics = {"generator_loss": total / chosen.steps} if chosen.steps else {}
         return Refined(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)
 
@@ -127,7 +132,8 @@ class FedGen(Method):
 def generate(net: Tree, noise: Tensor, labels: Tensor) -> Tensor:
     """Features of the given labels, one for each row of noise."""
     classes = net["0.weight"].shape[1] - noise.shape[1]
-    hidden = F.linear(torch.cat([noise, F.one_hot(labels, classes)], 1), net["0.weight"], net["0.bias"])
+    one_hot = torch.eye(classes, device=noise.device)[labels]  # unlike F.one_hot, it looks at no value
+    hidden = F.linear(torch.cat([noise, one_hot], 1), net["0.weight"], net["0.bias"])
     hidden = F.batch_norm(hidden, None, None, net["1.weight"], net["1.bias"], training=True)
     return F.linear(hidden.relu(), net["3.weight"], net["3.bias"])
 

@@ -53,13 +53,17 @@ class FedMix(Method):
         targets = F.one_hot(y, plan.dataset.classes).to(x.dtype)
         averages = len(y) // self.settings.samples
         if not averages:
-            return {"x": x[:0].cpu(), "y": targets[:0].cpu()}
+            return self.sends_once(plan)
         order = torch.from_numpy(plan.seeds.rng("fedmix", client).permutation(len(y))).to(plan.device)
         groups = torch.tensor_split(order, averages)
         return {
             name: torch.stack([values[group].mean(0) for group in groups]).cpu()
             for name, values in (("x", x), ("y", targets))
         }
+
+    def sends_once(self, plan: Plan) -> Tree:
+        """Averages of samples and of their labels, one a row."""
+        return {"x": torch.zeros(0, *plan.dataset.shape), "y": torch.zeros(0, plan.dataset.classes)}
 
     def admit(self, state: Tree, plan: Plan, enrolments: Iterable[Tree]) -> Tree:
         """Pool all averages, and draw some of them for round 1."""
@@ -81,13 +85,17 @@ class FedMix(Method):
         count = min(self.settings.sent or size, size)
         return torch.from_numpy(plan.seeds.rng("fedmix-sent", round).choice(size, count, replace=False, shuffle=False))
 
+    def draw(self, size: int, local: Local) -> Tree:
+        """One average."""
+        row = int(local.rng.integers(len(local.extras["y"])))
+        return {name: values[row] for name, values in local.extras.items()}
+
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
         """The mixed loss."""
         ratio = self.settings.ratio
         if ratio == 0:
             return super().loss(params, x, y, local)
-        drawn = int(local.rng.integers(len(local.extras["y"])))
-        x_mean, y_mean = local.extras["x"][drawn], local.extras["y"][drawn]
+        x_mean, y_mean = local.drawn["x"], local.drawn["y"]
         taylor = self.settings.mix == "taylor"
         mixed = (1 - ratio) * x if taylor else (1 - ratio) * x + ratio * x_mean
         logits = local.forward(params, mixed.requires_grad_(taylor))

@@ -14,7 +14,7 @@ from dynafed.report.load import Partition, Run
 from dynafed.report.text import setting
 
 EXECUTION = frozenset(
-    {"workers", "threads", "data_dir", "device", "checkpoint_every", "keep_checkpoints", "client_memory_mb"}
+    {"engine", "workers", "threads", "data_dir", "device", "checkpoint_every", "keep_checkpoints", "client_memory_mb"}
 )
 """Keys that say how a run is executed, not what comes out."""
 

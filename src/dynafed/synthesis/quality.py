@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dynafed.engine.evaluate import accuracy
 from dynafed.synthesis.dataset import Synthetic
@@ -52,12 +53,19 @@ def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
         "real samples": (x, F.one_hot(y, classes).float()),
         "noise": (noise, F.one_hot(guesses, classes).float()),
     }
-    reached = {name: _reached(plan, segments, *each, synthetic.inner_lr) for name, each in sets.items()}
+    reached = {name: _reached(plan.module, segments, *each, synthetic.inner_lr) for name, each in sets.items()}
     return Quality(
         _distances("l2", segments, reached["D_syn"]),
         {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
         scratch_accuracy(plan, synthetic),
     )
+
+
+def matching_by_segment(module: nn.Module, segments: Segments, synthetic: Synthetic) -> dict[int, float]:
+    """The matching loss at the end of every segment: the one measure that needs no real samples."""
+    device = next(module.parameters()).device
+    x, labels = synthetic.x.to(device), synthetic.labels.to(device)
+    return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr))
 
 
 def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
@@ -73,10 +81,10 @@ def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
     return accuracy(plan, trained)
 
 
-def _reached(plan: Plan, segments: Segments, x: torch.Tensor, labels: torch.Tensor, lr: float) -> list[Tree]:
+def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float) -> list[Tree]:
     """Where the inner steps on these samples lead from the start of every segment."""
     config = segments.config
-    inner = Inner(plan.module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk)
+    inner = Inner(module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk)
     ends = []
     for segment in segments.whole():
         params = segment.start

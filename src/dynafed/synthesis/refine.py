@@ -61,12 +61,10 @@ def train_on(
     moved = tree.to(tree.clone(weights), device)
     params = {name: moved[name].requires_grad_() for name in weights if name in trained}
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
-    stepper = optim.make(optimizer, list(params.values()), lr)
-    for number, picked in enumerate(optim.batches(len(x), batch or len(x), steps, rng)):
-        rows = torch.from_numpy(picked).to(device)
-        seen = x[rows] if change is None else change(x[rows], number)
-        loss = soft_cross_entropy(functional_call(module, moved, (seen,)), labels[rows]) * (scale / len(rows))
-        for parameter, grad in zip(params.values(), torch.autograd.grad(loss, list(params.values())), strict=True):
-            parameter.grad = grad
-        stepper.step()
+    leaves = list(params.values())
+    stepper = optim.Optimizer(optimizer, leaves, lr)
+    for number, (samples, wanted) in enumerate(optim.batches((x, labels), batch or len(x), steps, rng)):
+        seen = samples if change is None else change(samples, number)
+        loss = soft_cross_entropy(functional_call(module, moved, (seen,)), wanted) * (scale / len(wanted))
+        stepper.step(torch.autograd.grad(loss, leaves))
     return {name: tensor.detach().to(weights[name].device) for name, tensor in moved.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dynafed.optim import OPTIMIZERS
-from dynafed.settings import setting
+from dynafed.settings import build, setting
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,8 @@ class DynaFedSettings:
     )
     synthetic: str = setting("", "a synthetic.safetensors to use instead of a synthesis")
     chunk: int = setting(0, "samples differentiated at a time (0: 64 for convolutions, else all)", low=0)
+
+    @classmethod
+    def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:
+        """Settings as they are, or made of a dict of those that differ from the defaults."""
+        return config if isinstance(config, DynaFedSettings) else build(cls, config or {}, "dynafed.")

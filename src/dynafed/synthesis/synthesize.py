@@ -73,9 +73,7 @@ def synthesize(
     `work` the synthesis saves itself there and, called again, goes on from there with the same bits. `check` is called
     in every iteration and may raise to interrupt, `busy` shows progress, `seen` gets every iteration's loss.
     """
-    chosen = (
-        config if isinstance(config, DynaFedSettings) else settings.build(DynaFedSettings, config or {}, "dynafed.")
-    )
+    chosen = DynaFedSettings.of(config)
     refuse_batch_state(model)
     if isinstance(trajectory, str | Path):
         trajectory = read_trajectory(trajectory)
@@ -185,7 +183,9 @@ class Work:
             kinds["logits"] = (config.label_optimizer, config.label_lr)
         if config.inner_lr_rate:
             kinds["log_lr"] = ("adam", config.inner_lr_rate)
-        self.optimizers = {part: optim.make(kind, [self.leaves[part]], rate) for part, (kind, rate) in kinds.items()}
+        self.optimizers = {
+            part: optim.Optimizer(kind, [self.leaves[part]], rate) for part, (kind, rate) in kinds.items()
+        }
         self.sound = self.tree()
 
     @property
@@ -228,13 +228,12 @@ class Work:
             return float(loss)
         self.sound = self.tree()
         for part, optimizer in self.optimizers.items():
-            self.leaves[part].grad = grads[part].to(self.leaves[part])
-            optimizer.step()
+            optimizer.step([grads[part].to(self.leaves[part])])
         return float(loss)
 
     def tree(self) -> Tree:
         """A copy of everything that changes."""
-        parts = {part: optim.moments(optimizer) for part, optimizer in self.optimizers.items()}
+        parts = {part: optimizer.moments() for part, optimizer in self.optimizers.items()}
         return tree.clone(tree.nest({"": self.leaves} | parts))
 
     def put(self, saved: Tree) -> None:
@@ -243,7 +242,7 @@ class Work:
         for part, leaf in self.leaves.items():
             leaf.copy_(parts[""][part])
         for part, optimizer in self.optimizers.items():
-            optim.restore(optimizer, parts.get(part, {}))
+            optimizer.restore(parts.get(part, {}))
 
     def save(self, path: Path, task: str) -> None:
         """Write it down, with the task that it belongs to."""

@@ -1,0 +1,1 @@
+"""A Flower app whose server refines with DynaFed."""

@@ -1,0 +1,84 @@
+"""What a client computes in a step: its method's loss and corrected gradient, from a recording where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dynafed import tree
+from dynafed.engine.plan import Plan
+from dynafed.methods import Local
+from dynafed.record import Function
+from dynafed.tree import Tree
+
+CONTEXT = ("start", "buffers", "extras", "memory", "carry", "drawn")
+"""The parts of `Local` that are trees."""
+
+
+class Gradient:
+    """The loss and the corrected gradients of one client's batches; `params` may change in place between the steps."""
+
+    def __init__(self, plan: Plan, params: Tree, local: Local) -> None:
+        self.plan, self.params, self.local = plan, params, local
+        self.method = plan.methods.client
+        self.context = tree.nest({part: getattr(local, part) for part in CONTEXT})
+        self.tensors = (*params.values(), *self.context.values())
+        self.layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.context.items())
+        # Layers with buffers change them in passing, and a recording must change nothing.
+        self.pure = next(plan.module.buffers(), None) is None
+        self.tapes: dict[Any, Function] = {}
+
+    def __call__(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """The loss, and the gradient of each parameter in order."""
+        drawn = self.method.draw(len(y), self.local)
+        if self.pure:
+            key = x.shape, *drawn
+            inputs = (x, y, *self.tensors, *drawn.values())
+            if tape := self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs):
+                return tape(*inputs)
+        local = dataclasses.replace(self.local, drawn=drawn) if drawn else self.local
+        return self._computed(x, y, self.params, local)
+
+    def _computed(self, x: Tensor, y: Tensor, params: Tree, local: Local) -> Sequence[Tensor]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+        loss = self.method.loss(leaves, x, y, local)
+        found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        with torch.no_grad():
+            grads = self.method.adjust(dict(zip(leaves, found, strict=True)), leaves, local)
+        return [loss.detach(), *(grads[name] for name in leaves)]
+
+    def _recorded(self, key: Any, drawn: tuple[str, ...], inputs: Sequence[Tensor]) -> Function | None:
+        names = [*self.params, *self.context, *(f"drawn/{name}" for name in drawn)]
+
+        def function(x: Tensor, y: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+            """The same, of nothing but tensors: a method that looks at anything else can't be recorded."""
+            named = dict(zip(names, tensors, strict=True))
+            parts: dict[str, Any] = tree.unnest(tree.without(named, self.params))
+            others: Tree = parts.get("buffers", {})
+            unknown = {each.name: Unknown() for each in dataclasses.fields(Local)}
+            known: dict[str, Any] = {
+                "forward": lambda params, x: self.plan.forward(others | params, x),
+                "features": lambda params, x: self.plan.features(others | params, x),
+                "head": lambda params, z: self.plan.head(others | params, z),
+            }
+            local = Local(**unknown | known | {part: {} for part in CONTEXT} | parts)
+            return self._computed(x, y, tree.only(named, self.params), local)
+
+        tape = self.plan.recorder.tape((self.layout, *key), function, inputs)
+        if tape is not None:
+            self.tapes[key] = tape
+        return tape
+
+
+class Unknown:
+    """Stands for what differs from client to client and is no tensor: to look at it is an error."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"'{name}' of something that a recording can't hold")
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise TypeError("compared with something that a recording can't hold")

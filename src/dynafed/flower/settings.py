@@ -1,0 +1,58 @@
+"""What a Flower app's own config says: the keys of a dynafed config, and those of the apps themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynafed.config import Config, parse_override
+from dynafed.engine.run import EXECUTION
+from dynafed.errors import UserError
+from dynafed.settings import build, nearest, setting
+
+PREFIX = "dynafed-"
+
+
+@dataclass(frozen=True)
+class FlowerSettings:
+    """The keys that begin with `dynafed-`, such as `dynafed-min-nodes`."""
+
+    config: str = setting("", "a preset or a TOML file, which the keys without the prefix change")
+    out: str = setting("", "the run's folder, on the server; one that holds a run is continued")
+    memory: str = setting("", "a folder on each node, in which what its clients remember survives a restart")
+    min_nodes: int = setting(0, "nodes that must be there to begin (0: one for each partition)", low=0)
+    wait: float = setting(300.0, "seconds to wait for them", above=0)
+    timeout: float = setting(3600.0, "seconds that a round's clients have to answer", above=0)
+
+    @property
+    def memory_folder(self) -> Path | None:
+        """The folder of the clients' memories, if there is one."""
+        return Path(self.memory).expanduser() if self.memory else None
+
+
+def settings_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> FlowerSettings:
+    """The apps' own settings; a node's own config comes before the run's."""
+    names = {PREFIX + field.name.replace("_", "-"): field.name for field in dataclasses.fields(FlowerSettings)}
+    own = {}
+    for key, value in {**run_config, **(node_config or {})}.items():
+        if key.startswith(PREFIX):
+            if key not in names:
+                raise UserError(f"unknown key '{key}': {nearest(key, names)}")
+            own[names[key]] = value
+    return build(FlowerSettings, own, PREFIX)
+
+
+def config_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Config:
+    """The dynafed config; a node may set for itself how it is executed, such as `data_dir` and `device`.
+
+    Flower's configs can't hold lists, so a string that is a TOML list stands for one: `"dynafed.targets" = "[2, 3]"`.
+    """
+    changes = {key: value for key, value in run_config.items() if not key.startswith(PREFIX)}
+    changes |= {key: value for key, value in (node_config or {}).items() if key in EXECUTION}
+    changes = dict(
+        parse_override(f"{key}={value}") if isinstance(value, str) else (key, value) for key, value in changes.items()
+    )
+    return Config.load(settings_of(run_config).config or None, changes | {"engine": "flower"})

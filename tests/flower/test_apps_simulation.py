@@ -1,0 +1,89 @@
+"""Flower's simulation, with Ray: the same files and the same bits as in-process, with one actor or two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problems import TEST, TRAIN, tiny
+from torch import nn
+
+import dynafed
+from dynafed import UserError
+from dynafed.engine.run import read_metrics
+
+CHANGES: dict[str, Any] = {"method": "scaffold", "client_state": "persistent", "rounds": 12, "mlp.width": 8}
+SETTINGS = [word for key, value in CHANGES.items() for word in ("-s", f"{key}={value}")]
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """The final state and the clients' memories."""
+    found = [run / "checkpoint" / "round-000012" / "state.safetensors", *(run / "clients").glob("*/*")]
+    return {str(file.relative_to(run)): file.read_bytes() for file in found}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dynafed", *words]
+
+
+def test_interrupted_with_two_actors_and_resumed_with_one(tmp_path: Path) -> None:
+    source = tmp_path / "config.toml"
+    source.write_text(tiny(**CHANGES, dataset="digits", keep_checkpoints=1).to_toml())
+    subprocess.run(command("run", str(source), "--out", str(tmp_path / "local")), check=True, timeout=120)
+    words = ("run", str(source), "--out", str(tmp_path / "flower"), "--engine", "flower", "--workers", "2")
+    child = subprocess.Popen(command(*words), start_new_session=True, stderr=subprocess.PIPE)
+    patience = time.monotonic() + 180
+    while len(read_metrics(tmp_path / "flower")) < 3 and child.poll() is None and time.monotonic() < patience:
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors.decode()
+    assert errors.decode().splitlines()[-1].startswith("dynafed: interrupted; continue with: dynafed resume")
+    done = len(read_metrics(tmp_path / "flower"))
+    assert 3 <= done < 12
+    subprocess.run(command("resume", str(tmp_path / "flower"), "--workers", "1"), check=True, timeout=300)
+    assert files(tmp_path / "flower") == files(tmp_path / "local")
+    names = {path.name for path in (tmp_path / "local").iterdir()}
+    assert {path.name for path in (tmp_path / "flower").iterdir()} == names
+
+
+def test_a_model_and_arrays_given_in_python(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)),
+        "train": TRAIN,
+        "test": TEST,
+    }
+    config = tiny(**CHANGES).replace(rounds=3, client_memory_mb=0)
+    local = dynafed.run(config, out=tmp_path / "local", **parts)
+    flower = dynafed.run(config.replace(engine="flower", workers=2), out=tmp_path / "flower", **parts)
+    assert flower.state.clients.listing() == local.state.clients.listing()
+    assert flower.summary["final_accuracy"] == local.summary["final_accuracy"]
+    final = "checkpoint/round-000003/state.safetensors"
+    assert (flower.path / final).read_bytes() == (local.path / final).read_bytes()
+
+
+NO_FLOWER = "import sys; sys.modules['flwr'] = None; from dynafed.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_without_flower_one_line_says_what_to_install(tmp_path: Path) -> None:
+    words = ["run", "demo", "--out", str(tmp_path / "r"), "--engine", "flower"]
+    done = subprocess.run([sys.executable, "-c", NO_FLOWER, *words], capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == ["dynafed: engine = 'flower' needs flwr: pip install dynafed[flower]"]
+    assert not (tmp_path / "r").exists()
+
+
+def test_dynafed_alone_does_not_import_flower() -> None:
+    script = "import sys, dynafed.cli; sys.exit('flwr' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+
+
+def test_an_engine_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="engine = 'flowers' is not one of local, flower: did you mean 'flower'"):
+        tiny(engine="flowers")

@@ -1,0 +1,89 @@
+"""A recording stands for a function bit for bit, or isn't made."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import TEST, TRAIN, tiny
+from torch import Tensor
+
+import dynafed
+from dynafed import record, tree
+from dynafed.engine.gradient import Unknown
+from dynafed.engine.local import local_update
+from dynafed.engine.plan import Plan
+from dynafed.messages import Broadcast
+from dynafed.methods import Method
+from dynafed.record import Recorder, recorded
+
+
+def slope(w: Tensor, x: Tensor) -> list[Tensor]:
+    leaf = w.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(F.cross_entropy(x @ leaf.t(), torch.zeros(len(x), dtype=torch.long)), leaf)
+    return [grad]
+
+
+def test_a_replay_gives_the_same_bits_for_other_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    replay = recorded(slope, (torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)))
+    assert replay is not None
+    other = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    assert torch.equal(replay(*other)[0], slope(*other)[0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [x * x.max().item()],  # looks at a value
+        lambda x: [x + torch.rand(())],  # is random
+        lambda x: [x * Unknown().steps],  # depends on something else than tensors
+        lambda x: [x if Unknown() == 3 else -x],
+    ],
+)
+def test_what_is_no_pure_function_of_tensors_is_not_recorded(function: record.Function) -> None:
+    torch.manual_seed(1)
+    assert recorded(function, (torch.ones(3),)) is None
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    recorded(function, (torch.ones(3),))
+    assert torch.equal(torch.rand(2), expected), "recording must not disturb the random stream"
+
+
+def test_a_recorder_waits_until_recording_pays() -> None:
+    recorder, x = Recorder(after=3), torch.ones(2)
+    calls = [recorder.tape("key", lambda x: [x + 1], (x,)) for _ in range(4)]
+    assert calls[:2] == [None, None]
+    assert calls[2] is calls[3] is not None
+    assert recorder.tape("other", lambda x: [x + 1], (x,)) is None
+    assert pickle.loads(pickle.dumps(recorder)).tapes == {}
+
+
+OURS = [name for name, method in Method.registry.items() if method.__module__.startswith("dynafed.")]
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_recording_changes_no_bit_of_any_method(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"dynafed__trajectory": 3, "dynafed__segment": 1, "dynafed__targets": [1], "dynafed__iterations": 2}
+    config = tiny(method=method, rounds=4, server_samples=40, feddf__steps=3, **few)
+    digests = set()
+    for after in (1, 10**9):
+        monkeypatch.setattr(record.Recorder.__init__, "__defaults__", (after,))
+        result = dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / str(after))
+        digests.add(tree.digest(result.state.model))
+        tapes = result.plan.recorder.tapes
+        assert any(tapes.values()) == (after == 1)
+    assert len(digests) == 1
+
+
+def test_a_network_with_buffers_is_left_alone() -> None:
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
+    plan = Plan.make(tiny(), train=TRAIN, test=TEST, model=lambda: net)
+    plan.recorder.after = 1
+    update, _ = local_update(plan, Broadcast(1, plan.initial_model()), 0)
+    assert not plan.recorder.tapes
+    assert update.model["0.num_batches_tracked"] == update.steps

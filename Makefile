@@ -1,12 +1,13 @@
 # make demo    set up, run the demo, print its table, say where the report is
 # make test    set up with test tools, lint, type-check, run all tests
+# make bench   measure against peers and the plain loop (BENCH='w1 --repeats 7' for a part); a quiet machine, please
 # make setup   everything: extras and test tools
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint bench clean
 
 setup: .venv/.all
 
@@ -30,6 +31,9 @@ lint: .venv/.all
 
 test: lint
 	$(BIN)/pytest -n 2 --cov --cov-report=term
+
+bench: .venv/.all
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
 	rm -rf .venv runs build dist

@@ -1,0 +1,102 @@
+"""W1, W2 and W3: seconds for a round of federated averaging, ours against everybody's, all on the same work."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peers.protocol import Workload
+
+from bench.sides import Side, interleave
+from bench.workloads import write_data
+
+CORES = os.cpu_count() or 1
+"""Every side that can use all of them does so in one of its variants."""
+
+
+def _threads(name: str, what: str = "", **options: Any) -> list[Side]:
+    """A side that is one process: with one thread, and with a thread a core."""
+    start = f"{what}, " if what else ""
+    return [
+        Side(name, f"{start}{count} thread{'s' if count > 1 else ''}", {**options, "threads": count})
+        for count in (1, CORES)
+    ]
+
+
+OURS = [Side("ours", "")]
+PLAIN = [*_threads("plain", "DataLoader", loop="loader"), *_threads("plain", "careful", loop="careful")]
+FLOOR = [
+    Side("floor", f"{CORES} processes", {"threads": 1, "processes": CORES}),
+    Side("floor", f"{CORES} threads", {"threads": CORES}),
+]
+PEERS = [
+    Side("fedjax", "jit", {"backend": "jit"}),
+    Side("fedjax", f"pmap over {CORES} devices", {"backend": "pmap"}),
+    Side("fedjax", "jit, latest jax", {"backend": "jit"}, flavour="latest"),
+    Side("pfl", "1 process", {"threads": 1}),
+    Side("pfl", f"{CORES} processes", {"threads": 1, "processes": CORES}),
+    *_threads("fluke"),
+    *_threads("fedlab"),
+    Side("flower", f"{CORES} actors", {"threads": 1, "actors": CORES}),
+]
+NAMES = tuple(dict.fromkeys(side.name for side in PEERS))
+
+
+def measure(workload: Workload, repeats: int, peers: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Every side's seconds a round, best of `repeats` turns, and what follows from them."""
+    sides = [*OURS, *PLAIN, *(side for side in PEERS if side.name in peers), *FLOOR]
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_data(workload, Path(folder))
+        warm_up = 1 if workload.name == "w3" else 2
+        jobs = [(side, workload, data) for side in sides]
+        results, absent = interleave(jobs, repeats, environment, warm_up=warm_up)
+    results = [checked(result, workload) for result in results]
+    return {
+        "workload": workload.to_json() | {"steps_a_client": workload.steps},
+        "repeats": repeats,
+        "sides": results,
+        "absent": absent,
+        "best": (best := best_of_each(results)),
+        "ratios": ratios(best),
+    }
+
+
+def checked(result: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    """Note whether a side did the work that it was asked to do: every optimiser step, and training that trains."""
+    wanted = result["rounds"] * workload.per_round * workload.steps
+    return result | {
+        "steps_a_client": result["steps"] / result["rounds"] / workload.per_round,
+        "same_work": result["steps"] == wanted,
+    }
+
+
+def group_of(result: Mapping[str, Any]) -> str:
+    """What is compared: a framework, or one of the two plain loops."""
+    return f"plain {result['options']['loop']}" if result["name"] == "plain" else str(result["name"])
+
+
+def best_of_each(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The best that each competitor can do, and with which variant; who did other work is out of competition."""
+    best: dict[str, dict[str, Any]] = {}
+    for result in results:
+        group = group_of(result)
+        if result["same_work"] and (group not in best or result["best"] < best[group]["seconds"]):
+            best[group] = {"seconds": result["best"], "side": result["side"]}
+    return best
+
+
+def ratios(best: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Our standing: how many times faster than each, and how far above the floor."""
+    if "ours" not in best:
+        return {}
+    ours = best["ours"]["seconds"]
+    faster = {name: one["seconds"] / ours for name, one in best.items() if name not in ("ours", "floor")}
+    rivals = [name for name in faster if name in NAMES]
+    return {
+        "times_faster_than": faster,
+        "fastest_peer": min(rivals, key=lambda name: faster[name], default=None),
+        "over_floor": ours / best["floor"]["seconds"] if "floor" in best else None,
+    }

@@ -1,0 +1,108 @@
+"""S1: one synthesis iteration, ours against the unrolled loop: seconds, peak memory, and do the gradients agree."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers.protocol import Workload
+
+from bench.rounds import CORES
+from bench.sides import Side, interleave
+from bench.workloads import W2
+
+IMAGES = 150
+STEPS = 20
+WIDTHS = (32, 64, 128)
+FLATNESS = (4, 20, 64)
+LIMIT_GB = 18
+"""The unrolled loop passes 10 GB at width 128: it gets one turn there, this much address space, and this long."""
+PATIENCE = 600.0
+
+
+def side(name: str, *, images: int, steps: int, save: Path | None = None, **more: Any) -> Side:
+    """One of the two ways to the gradient; both with all cores as threads."""
+    options = {"side": name, "synthetic": images, "steps": steps, "threads": CORES} | (
+        {"save": str(save)} if save else {}
+    )
+    limit = {"limit_gb": LIMIT_GB} if name == "unrolled" else {}
+    return Side("matching", f"{name}, s' = {steps}", options | limit, **more)
+
+
+def job(width: int) -> Workload:
+    """A carrier for the network's shape; there are no clients here."""
+    return replace(W2, name=f"s1-{width}", width=width)
+
+
+def measure(
+    repeats: int,
+    environment: Mapping[str, str],
+    *,
+    widths: tuple[int, ...] = WIDTHS,
+    images: int = IMAGES,
+    steps: int = STEPS,
+    flatness: tuple[int, ...] = FLATNESS,
+) -> dict[str, Any]:
+    """Both sides at every width, then ours with other numbers of inner steps."""
+    found = [_at(width, repeats, environment, images, steps) for width in widths]
+    sides = [(side("ours", images=images, steps=count), job(widths[0]), Path()) for count in flatness]
+    results, absent = interleave(sides, repeats, environment, warm_up=1)
+    return {
+        "images": images,
+        "steps": steps,
+        "threads": CORES,
+        "repeats": repeats,
+        "widths": found,
+        "flatness": {
+            "width": widths[0],
+            "points": [
+                {
+                    "steps": result["options"]["steps"],
+                    "seconds": result["best"],
+                    "seconds_a_step": result["best"] / result["options"]["steps"],
+                    "peak_mb": result["peak_mb"],
+                }
+                for result in results
+            ],
+            "absent": absent,
+        },
+    }
+
+
+def _at(width: int, repeats: int, environment: Mapping[str, str], images: int, steps: int) -> dict[str, Any]:
+    slow = width >= 128
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / f"{name}.npz" for name in ("ours", "unrolled")}
+        sides = [
+            side("ours", images=images, steps=steps, save=files["ours"]),
+            side(
+                "unrolled",
+                images=images,
+                steps=steps,
+                save=files["unrolled"],
+                most=1 if slow else repeats,
+                timeout=PATIENCE,
+            ),
+        ]
+        results, absent = interleave([(one, job(width), Path()) for one in sides], repeats, environment, warm_up=1)
+        errors = relative_errors(files["ours"], files["unrolled"]) if all(map(Path.exists, files.values())) else {}
+    by_name = {result["options"]["side"]: result for result in results}
+    ours, theirs = by_name.get("ours"), by_name.get("unrolled")
+    return {
+        "width": width,
+        "sides": results,
+        "absent": absent,
+        "times_faster": theirs["best"] / ours["best"] if ours and theirs else None,
+        "share_of_memory": ours["peak_mb"] / theirs["peak_mb"] if ours and theirs else None,
+        "relative_errors": errors,
+    }
+
+
+def relative_errors(ours: Path, theirs: Path) -> dict[str, float]:
+    """How far apart two float32 gradients are, as a share of their length."""
+    with np.load(ours) as a, np.load(theirs) as b:
+        return {name: float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b.files}

@@ -1,0 +1,202 @@
+"""RESULTS.md, made from the JSON files alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TITLES = {
+    "w1": "W1: MLP 784-128-128-10, 32 of 80 clients, 750 samples each",
+    "w2": "W2: ConvNet width 64 on 3x32x32, 16 of 40 clients, 128 samples each",
+    "w3": "W3: ConvNet width 128 on 3x32x32, 32 of 80 clients, 625 samples each (the paper's CIFAR-10 round)",
+}
+
+
+def render(folder: Path) -> str:
+    """The whole page; sections that were not measured are left out."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    parts = [
+        "# Benchmark results",
+        "Made by `make bench` from the JSON files in `results/`; nothing here is typed by hand. All sides of a section "
+        "run as processes that take turns, one round each, and a side's figure is the best of its turns. "
+        "How it is measured: [README.md](README.md).",
+    ]
+    for name, title in TITLES.items():
+        if name in found:
+            parts += [f"## {title}", machine(found[name]), *rounds(name, found[name])]
+    for name, title, make in (
+        ("s1", "S1: one synthesis iteration against the unrolled loop", synthesis),
+        ("growth", "G: cost against size", growth),
+        ("startup", "U: from the command to the first finished round", startup),
+    ):
+        if name in found:
+            parts += [f"## {title}", machine(found[name]), *make(found[name])]
+    return "\n\n".join(parts) + "\n"
+
+
+def machine(found: Mapping[str, Any]) -> str:
+    """One line about what it was measured on."""
+    where = found["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    environment = ", ".join(f"{name}={value}" for name, value in found["environment"].items())
+    return (
+        f"{where['cores']} cores of {where['cpu']}, {where['memory_gb']} GB, {where['system']}, "
+        f"Python {where['python']}, {versions}; load before the start {where['load_before']}; {where['date']}; "
+        f"best of {found['repeats']}"
+        + (" (fewer than five: take it as a sketch)" if found["repeats"] < 5 else "")
+        + (f"; for all sides: {environment}" if environment else "")
+        + "."
+    )
+
+
+def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
+    """The table of a workload, and the targets."""
+    best, standing = found["best"], found["ratios"]
+    reference = best.get("plain loader", {}).get("seconds")
+    rows = [
+        (
+            result["side"],
+            number(result["best"]),
+            number(result["best"] / reference if reference else None),
+            number(result["median"]),
+            number(result["first"]),
+            f"{result['cores']:.1f}",
+            f"{result['steps_a_client']:g}" + ("" if result["same_work"] else " (not the same work!)"),
+            number(result["loss"]),
+            ", ".join(f"{package} {value}" for package, value in result["versions"].items()),
+        )
+        for result in sorted(found["sides"], key=lambda result: float(result["best"]))
+    ]
+    head = (
+        "side",
+        "s a round, best",
+        "to plain DataLoader",
+        "median",
+        "first round",
+        "cores used",
+        "steps a client",
+        "loss",
+        "versions",
+    )
+    yield table(head, rows)
+    if found["absent"]:
+        yield "Absent: " + "; ".join(f"{entry['side']} ({entry['reason']})" for entry in found["absent"])
+    if standing:
+        faster = standing["times_faster_than"]
+        yield (
+            "We are faster than "
+            + ", ".join(
+                f"{who} {times:.2f} times" for who, times in sorted(faster.items(), key=lambda entry: -entry[1])
+            )
+            + (f"; {standing['over_floor']:.2f} times the floor." if standing["over_floor"] else ".")
+        )
+        yield table(("target", "wanted", "measured", ""), targets(name, standing))
+
+
+def targets(name: str, standing: Mapping[str, Any]) -> list[Sequence[str]]:
+    """What issue 5 asks for, and what there is."""
+    faster, peer = standing["times_faster_than"], standing["fastest_peer"]
+    rows = []
+    if name == "w1":
+        rows.append(target("times faster than the plain DataLoader loop", faster.get("plain loader"), at_least=6))
+        rows.append(target("times the floor", standing["over_floor"], at_most=3))
+    rows.append(
+        target(f"times faster than the fastest peer ({peer})", faster.get(peer), at_least=2 if name == "w1" else 1.5)
+    )
+    return rows
+
+
+def target(
+    what: str, value: float | None, *, at_least: float | None = None, at_most: float | None = None
+) -> Sequence[str]:
+    """A row of a table of targets."""
+    wanted = f"at least {at_least:g}" if at_least is not None else f"at most {at_most:g}"
+    if value is None:
+        return what, wanted, "-", "not measured"
+    reached = value >= at_least if at_least is not None else value <= (at_most or 0)
+    return what, wanted, number(value), "reached" if reached else "missed"
+
+
+def synthesis(found: Mapping[str, Any]) -> Iterable[str]:
+    """Both sides at every width, the flatness, the targets."""
+    rows, goals = [], []
+    for width in found["widths"]:
+        for result in width["sides"]:
+            errors = width["relative_errors"] if result["options"]["side"] == "ours" else {}
+            rows.append(
+                (
+                    str(width["width"]),
+                    result["options"]["side"],
+                    number(result["best"]),
+                    number(result["peak_mb"]),
+                    str(len(result["seconds"])),
+                    ", ".join(f"{name} {error:.1e}" for name, error in errors.items()),
+                )
+            )
+        rows += [(str(width["width"]), entry["side"], "-", "-", "0", entry["reason"]) for entry in width["absent"]]
+        if wanted := {32: 2.5, 64: 2.0}.get(width["width"]):
+            goals.append(target(f"times faster at width {width['width']}", width["times_faster"], at_least=wanted))
+            goals.append(target(f"of its memory at width {width['width']}", width["share_of_memory"], at_most=1 / 3))
+        ours = [result for result in width["sides"] if result["options"]["side"] == "ours"]
+        if width["width"] == 128 and ours:
+            goals.append(target("seconds at width 128", ours[0]["best"], at_most=20))
+            goals.append(target("MB at width 128", ours[0]["peak_mb"], at_most=3072))
+    size = f"{found['images']} images 3x32x32, s' = {found['steps']}, {found['threads']} threads"
+    yield f"{size}; memory is the peak above that after set-up."
+    yield table(("width", "side", "s, best", "peak MB", "turns", "relative difference of the gradients"), rows)
+    if goals:
+        yield table(("target", "wanted", "measured", ""), goals)
+    flat = found["flatness"]
+    yield f"Ours at width {flat['width']} with other numbers of inner steps:"
+    yield table(
+        ("s'", "s", "s a step", "peak MB"),
+        [
+            (str(one["steps"]), number(one["seconds"]), number(one["seconds_a_step"]), number(one["peak_mb"]))
+            for one in flat["points"]
+        ],
+    )
+
+
+def growth(found: Mapping[str, Any]) -> Iterable[str]:
+    """A row for each axis, and the picture."""
+    rows = []
+    for axis in found["axes"]:
+        points = axis["points"]
+        rows.append(
+            (
+                axis["title"],
+                ", ".join(f"{one['value']:g}" for one in points),
+                ", ".join(number(one["seconds"]) for one in points),
+                number(axis.get("exponent_seconds")),
+                ", ".join(number(one["memory_mb"]) for one in points),
+                number(axis.get("exponent_memory")),
+                "; ".join(f"{entry['job']}: {entry['reason']}" for entry in axis["absent"]),
+            )
+        )
+    yield "Memory is that of all processes together, data and Python included; shared pages are counted once."
+    yield table(("what grows", "values", "s a round", "exponent", "MB", "exponent", "absent"), rows)
+    yield "![cost against size](results/growth.png)"
+
+
+def startup(found: Mapping[str, Any]) -> Iterable[str]:
+    """A row for the target."""
+    yield (
+        f"`{found['command']}`: {found['best']:.2f} s (median {found['median']:.2f}, the very first time "
+        f"{found['first_time']:.2f}), {found['over_import_torch']:.2f} times what `import torch` takes."
+    )
+    yield table(("target", "wanted", "measured", ""), [target("seconds to the first round", found["best"], at_most=10)])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+
+
+def number(value: float | None) -> str:
+    """Three digits that matter."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,89 @@
+"""A workload as a config of ours, and a proof that a client does the steps that it is said to do."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dynafed
+from dynafed.engine.plan import Plan
+from peers.protocol import Workload
+
+CLEAR = 5.0
+"""The engine's client must be so many times closer to the plain loop than that was one step before its end."""
+
+
+def config(workload: Workload, **more: Any) -> dynafed.Config:
+    """The workload as a config; everything that it doesn't decide is left as it is by default."""
+    settings = {
+        "method": "fedavg",
+        "model": workload.model,
+        f"{workload.model}.width": workload.width,
+        "clients": workload.clients,
+        "clients_per_round": workload.per_round,
+        "batch_size": workload.batch,
+        "optimizer": "adam",
+        "lr": workload.lr,
+    }
+    return dynafed.Config.load(None, settings | more)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One client, trained by the engine and by a plain loop over the same batches."""
+
+    steps: int
+    """Of the plain loop."""
+    apart: float
+    """The distance between the two results, as a share of the way from the initial model."""
+    one_step: float
+    """The plain loop's last step, as a share of the same."""
+    parameters: int
+
+
+def replay(workload: Workload) -> Replay:
+    """Train one client both ways. A step more or less would show, and so would other data or another optimiser."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(workload.samples, *workload.shape, generator=rng)
+    y = torch.randint(workload.classes, (workload.samples,), generator=rng)
+    y[-1] = workload.classes - 1
+    job = config(workload, clients=1, clients_per_round=1, rounds=1)
+    given: dict[str, Any] = {"train": (x, y), "test": (x[-1:], y[-1:]), "clients": [range(workload.samples)]}
+    plan = Plan.make(job, **given)
+    optimizer = torch.optim.Adam(plan.module.parameters(), workload.lr)
+    order = torch.from_numpy(plan.seeds.rng("batches", 1, 0).permutation(workload.samples))
+    path = [weights(plan.module)]
+    plan.module.train()
+    for index in order.split(workload.batch):
+        optimizer.zero_grad()
+        F.cross_entropy(plan.module(x[index]), y[index]).backward()
+        optimizer.step()
+        path.append(weights(plan.module))
+    with tempfile.TemporaryDirectory() as folder:
+        ours = weights(dynafed.run(job, out=Path(folder) / "run", **given).model)
+    way = (path[-1] - path[0]).norm()
+    return Replay(
+        steps=len(path) - 1,
+        apart=float((ours - path[-1]).norm() / way),
+        one_step=float((path[-2] - path[-1]).norm() / way),
+        parameters=sum(parameter.numel() for parameter in plan.module.parameters()),
+    )
+
+
+def weights(module: nn.Module) -> Tensor:
+    """All matrices and kernels in a row. Biases before a norm have no gradient but noise, which Adam makes as large."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters() if parameter.ndim > 1])
+
+
+def proven_steps(workload: Workload) -> tuple[int, int]:
+    """How many optimiser steps a client of the engine does, and the number of parameters."""
+    seen = replay(workload)
+    if seen.apart * CLEAR > seen.one_step:
+        raise AssertionError(f"the engine's client is not {seen.steps} steps of Adam: {seen}")
+    return seen.steps, seen.parameters

@@ -1,0 +1,56 @@
+"""dynafed's own engine, called as a user calls it, with its default settings."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+import dynafed
+from dynafed.engine.run import Progress, Record
+from peers.ours.job import config, proven_steps
+from peers.protocol import SAMPLES_FOR_LOSS, Turns
+
+FOREVER = 10**9
+"""Rounds: the harness says when it has enough."""
+
+
+class Asked(Progress):
+    """Holds the run after every round until the next one is wanted."""
+
+    def __init__(self, turns: Turns, steps: int) -> None:
+        self.turns, self.steps = turns, steps
+
+    def round(self, record: Record, config: dynafed.Config) -> None:
+        self.turns.loss = lambda: record["train_loss"]
+        self.turns.finished(self.steps * len(record["clients"]))
+
+
+def main() -> None:
+    turns = Turns()
+    workload = turns.task.workload
+    x, y = turns.task.arrays()
+    everyone = [np.arange(x.shape[0])[workload.rows(client)] for client in range(workload.clients)]
+    few = slice(0, min(SAMPLES_FOR_LOSS, len(y)))
+    settings = config(workload, rounds=FOREVER, eval_every=FOREVER, **turns.task.options.get("config", {}))
+    # In a process of its own: this one is to be as fresh as a user's.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        steps, size = pool.submit(proven_steps, workload).result()
+    with tempfile.TemporaryDirectory() as folder:
+        turns.ready(size, "dynafed", "torch")
+        turns.start()
+        dynafed.run(
+            settings,
+            train=(x, y),
+            test=(x[few], y[few]),
+            clients=everyone,
+            out=Path(folder) / "run",
+            progress=Asked(turns, steps),
+        )
+
+
+if __name__ == "__main__":
+    main()

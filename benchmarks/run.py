@@ -1,0 +1,83 @@
+"""Measure dynafed against others on the same work.
+
+    python benchmarks/run.py                                    everything but the slow w3
+    python benchmarks/run.py w1 s1 --repeats 7
+    python benchmarks/run.py w2 --peers fedjax,flower
+    python benchmarks/run.py w3 --repeats 3                     says so in its table
+    python benchmarks/run.py table                              only RESULTS.md, from what was measured
+
+Each section writes its JSON as soon as it is done, and the table is made anew from all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import growth, machine, rounds, startup, synthesis, table
+from bench.places import RESULTS, TABLE
+from bench.workloads import WORKLOADS, toy
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+SECTIONS = (*WORKLOADS, "s1", "growth", "startup")
+DEFAULT = tuple(section for section in SECTIONS if section != "w3")
+REPEATS = 5
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=DEFAULT, choices=(*SECTIONS, "table"), metavar="section")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
+    parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
+    parser.add_argument("--malloc", action="store_true", help="give all sides glibc's settings against page faults")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to see whether everything runs")
+    parser.add_argument("--out", type=Path, help="folder for the results, if not the committed one")
+    given = parser.parse_args(arguments)
+    peers = tuple(name for name in given.peers.split(",") if name)
+    if unknown := set(peers) - set(rounds.NAMES):
+        parser.error(f"unknown peers {', '.join(sorted(unknown))}: there are {', '.join(rounds.NAMES)}")
+    if given.toy and not given.out:
+        parser.error("--toy measures nothing: say with --out where its results go")
+    # Whoever ends us ends the sides and removes their data, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = given.out or RESULTS
+    results.mkdir(parents=True, exist_ok=True)
+    environment = MALLOC if given.malloc else {}
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        name: lambda workload=workload: rounds.measure(  # type: ignore[misc]
+            toy(workload) if given.toy else workload, given.repeats, peers, environment
+        )
+        for name, workload in WORKLOADS.items()
+    }
+    small = {"widths": (8,), "images": 8, "steps": 3, "flatness": (2, 4)} if given.toy else {}
+    axes = [growth.Axis(axis.name, axis.values[:2], axis.title) for axis in growth.AXES] if given.toy else growth.AXES
+    measures["s1"] = lambda: synthesis.measure(given.repeats, environment, **small)
+    measures["growth"] = lambda: growth.measure(given.repeats, environment, axes)
+    measures["startup"] = lambda: startup.measure(given.repeats, environment)
+    for section in given.sections:
+        if section == "table":
+            continue
+        print(section, file=sys.stderr, flush=True)
+        where, began = machine.describe(), time.perf_counter()
+        found = {"section": section, "machine": where, "environment": environment, **measures[section]()}
+        found["took_seconds"] = time.perf_counter() - began
+        (results / f"{section}.json").write_text(json.dumps(found, indent=1) + "\n")
+        if section == "growth":
+            growth.plot(found, results / "growth.png")
+        write_table(results)
+    write_table(results)
+
+
+def write_table(results: Path) -> None:
+    """RESULTS.md beside the committed results, or in the folder of others."""
+    (TABLE if results == RESULTS else results / TABLE.name).write_text(table.render(results))
+
+
+if __name__ == "__main__":
+    main()

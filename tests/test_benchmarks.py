@@ -1,0 +1,115 @@
+"""The benchmark suite, in toy sizes and without the peers: does everybody do the same work, and is it written down?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from bench import growth, machine, rounds, sides, synthesis, table
+from bench.workloads import W1, W2, toy, write_data
+from peers.matching import peer as matching
+from peers.ours.job import CLEAR, config, replay
+from peers.protocol import Workload
+from peers.torch_side import network
+
+from dynafed import models
+
+
+@pytest.mark.parametrize("workload", [toy(W1), toy(W2)], ids=["mlp", "convnet"])
+def test_everybody_trains_the_same_network(workload: Workload) -> None:
+    theirs, ours = network(workload), models.build(config(workload), workload.shape, workload.classes)
+    assert [p.shape for p in theirs.parameters()] == [p.shape for p in ours.parameters()]
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        mine.data.copy_(other.data)
+    x = torch.randn(3, *workload.shape)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("workload", [toy(W1), toy(W2)], ids=["mlp", "convnet"])
+def test_a_client_of_ours_does_the_steps_that_we_claim(workload: Workload) -> None:
+    seen = replay(workload)
+    assert seen.steps == workload.steps
+    assert seen.apart * CLEAR < seen.one_step
+
+
+def test_sides_take_turns_and_the_table_says_what_they_did(tmp_path: Path) -> None:
+    workload = toy(W1)
+    plain = {side.options["loop"]: side for side in rounds.PLAIN if side.options["threads"] == 1}
+    playing = [*rounds.OURS, *plain.values(), sides.Side("floor", "1 process", {"threads": 1})]
+    broken = sides.Side("plain", "broken", {"loop": "none", "threads": 1})
+    data = write_data(workload, tmp_path / "data")
+    results, absent = sides.interleave([(side, workload, data) for side in [*playing, broken]], 2, {}, warm_up=1)
+    assert [result["side"] for result in results] == [side.label for side in playing]
+    assert [entry["side"] for entry in absent] == ["plain, broken"]
+    assert "KeyError" in absent[0]["reason"]
+    results = [rounds.checked(result, workload) for result in results]
+    assert {result["steps_a_client"] for result in results} == {workload.steps}
+    assert len({result["parameters"] for result in results}) == 1
+    assert {len(result["seconds"]) for result in results} == {2}
+    losses = [result["loss"] for result in results if result["loss"] is not None]
+    assert len(losses) == 3
+    assert max(losses) < 3
+
+    best = rounds.best_of_each(results)
+    found = {
+        "machine": machine.describe(),
+        "environment": {},
+        "workload": workload.to_json(),
+        "repeats": 2,
+        "sides": results,
+        "absent": absent,
+        "best": best,
+        "ratios": rounds.ratios(best),
+    }
+    (tmp_path / "w1.json").write_text(json.dumps(found))
+    page = table.render(tmp_path)
+    assert "| plain, careful, 1 thread |" in page
+    assert "plain, broken (ended with code 1" in page
+    assert "fewer than five" in page
+    assert str(tmp_path) not in page
+
+
+def test_who_skips_steps_is_out_of_competition() -> None:
+    workload = toy(W1)
+    lazy = {"name": "fedjax", "side": "fedjax, jit", "options": {}, "best": 0.1, "rounds": 2, "steps": 1}
+    honest = lazy | {"name": "ours", "side": "ours", "best": 1.0, "steps": 2 * workload.per_round * workload.steps}
+    best = rounds.best_of_each([rounds.checked(one, workload) for one in (lazy, honest)])
+    assert list(best) == ["ours"]
+
+
+def test_both_ways_to_the_synthesis_gradient_agree() -> None:
+    given = matching.problem((3, 8, 8), 4, 4, 6)
+    for mine, theirs in zip(matching.ours(*given, 0.1, 3), matching.unrolled(*given, 0.1, 3), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_exponents_and_their_picture(tmp_path: Path) -> None:
+    points = [{"value": n, "seconds": 0.1 * n**2, "memory_mb": 7.0} for n in (1, 10, 100)]
+    axis = {"axis": "clients", "title": "clients in total", "points": points, "absent": []}
+    slopes = {f"exponent_{name}": growth.exponent(points, key) for name, key in _KEYS.items()}
+    assert slopes["exponent_seconds"] == pytest.approx(2)
+    assert slopes["exponent_memory"] == pytest.approx(0)
+    found = {"machine": machine.describe(), "environment": {}, "repeats": 5, "axes": [axis | slopes]}
+    growth.plot(found, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size
+    (tmp_path / "growth.json").write_text(json.dumps(found))
+    assert "| clients in total | 1, 10, 100 |" in table.render(tmp_path)
+
+
+_KEYS = {"seconds": "seconds", "memory": "memory_mb"}
+
+
+def test_every_point_of_every_axis_is_a_job() -> None:
+    for axis in growth.AXES:
+        for value in axis.values:
+            side, workload = growth.point(axis, value)
+            sizes = side.options if side.name == "matching" else workload.to_json()
+            assert sizes[{"images": "synthetic"}.get(axis.name, axis.name)] == value
+            assert workload.per_round <= workload.clients
+    assert synthesis.job(32).width == 32

@@ -72,7 +72,7 @@ def test_recording_changes_no_bit_of_any_method(method: str, tmp_path: Path, mon
     config = tiny(method=method, rounds=4, server_samples=40, feddf__steps=3, **few)
     digests = set()
     for after in (1, 10**9):
-        monkeypatch.setattr(record.Recorder.__init__, "__defaults__", (after,))
+        monkeypatch.setattr(record.Recorder.__init__, "__defaults__", (after, True))
         result = dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / str(after))
         digests.add(tree.digest(result.state.model))
         tapes = result.plan.recorder.tapes
@@ -87,3 +87,22 @@ def test_a_network_with_buffers_is_left_alone() -> None:
     update, _ = local_update(plan, Broadcast(1, plan.initial_model()), 0)
     assert not plan.recorder.tapes
     assert update.model["0.num_batches_tracked"] == update.steps
+
+
+def test_gradients_follow_the_weights_and_know_their_names() -> None:
+    """Two matrices of one shape in another order: what was recorded of the one order isn't replayed for the other."""
+    recorder = Recorder(after=1)
+    weights = {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([[3.0, 5.0]])}
+    x = torch.tensor([[1.0, -1.0]])
+
+    def loss(named: tree.Tree, x: Tensor) -> Tensor:
+        return ((x * named["a"]).sum() * (x * x * named["b"]).sum()).sum()
+
+    first = record.slopes(recorder, "key", loss, weights, ["a", "b"])
+    for _ in range(2):
+        assert [grad.tolist() for grad in first(x)] == [[[8.0, -8.0]], [[-1.0, -1.0]]]
+    weights["a"] += 1
+    assert first(x)[1].tolist() == [[-1.0, -1.0]]
+    turned = record.slopes(recorder, "key", loss, {"b": weights["b"], "a": weights["a"]}, ["a", "b"])
+    assert [grad.tolist() for grad in turned(x)] == [[[8.0, -8.0]], [[-1.0, -1.0]]]
+    assert len(recorder.tapes) == 2

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from dynafed.tree import Tree
 
@@ -17,7 +14,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 
 class Optimizer:
-    """Changes tensors in place by their gradients: torch's own kernels, without the bookkeeping around them."""
+    """Changes tensors in place by their gradients: torch.optim's fused kernels, without the bookkeeping around them."""
 
     def __init__(
         self, name: str, params: Sequence[Tensor], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
@@ -29,11 +26,10 @@ class Optimizer:
         self.params = self._as_they_lie(params)
         if any(own.data_ptr() != given.data_ptr() for own, given in zip(self.params, params, strict=True)):
             raise ValueError("every parameter must be contiguous, or its transpose")
-        self.fused = self.params[0].device.type in ("cpu", "cuda")
         self.kept: dict[str, list[Tensor]] = {}
         if name in ("adam", "adamw"):
             self.kept = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
-            self.kept["step"] = [torch.zeros((), device=p.device) for p in self.params]
+            self.kept["step"] = [torch.zeros((), device=self.params[0].device)] * len(self.params)
         elif self.momentum:
             self.kept["momentum_buffer"] = [torch.zeros_like(p) for p in self.params]
 
@@ -42,35 +38,35 @@ class Optimizer:
         """Change the parameters by their gradients, given in the same order."""
         lying = self._as_they_lie(grads)
         if self.name in ("adam", "adamw"):
-            function = adam if self.name == "adam" else adamw
-            function(
+            kernel = torch._fused_adam_ if self.name == "adam" else torch._fused_adamw_
+            self.kept["step"][0] += 1  # one number, that all parameters share
+            kernel(
                 self.params,
                 lying,
                 self.kept["exp_avg"],
                 self.kept["exp_avg_sq"],
                 [],
                 self.kept["step"],
-                fused=self.fused,
-                amsgrad=False,
+                lr=self.lr,
                 beta1=0.9,
                 beta2=0.999,
-                lr=self.lr,
                 weight_decay=self.weight_decay,
                 eps=1e-8,
+                amsgrad=False,
                 maximize=False,
             )
         else:
-            sgd(
+            torch._fused_sgd_(
                 self.params,
                 lying,
-                list(self.kept.get("momentum_buffer", [None] * len(lying))),
-                fused=self.fused,
+                self.kept.get("momentum_buffer", []),
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
+                is_first_step=False,
             )
 
     def moments(self) -> Tree:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dynafed.tree import Tree
+
 log = logging.getLogger("dynafed")
 
 Function = Callable[..., Sequence[Tensor]]
@@ -25,22 +27,48 @@ AFTER = 2000
 class Recorder:
     """Remembers what it recorded, by a key that must tell apart inputs of different layouts."""
 
-    def __init__(self, after: int = AFTER) -> None:
-        self.after = after
+    def __init__(self, after: int = AFTER, on: bool = True) -> None:
+        self.after, self.on = after, on
         self.calls: Counter[Hashable] = Counter()
         self.tapes: dict[Hashable, Function | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recorder, (self.after,)
+        return Recorder, (self.after, self.on)
 
     def tape(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Function | None:
         """What to call in the function's place, with the same inputs; None while or where there is nothing better."""
         if key not in self.tapes:
+            if not self.on:
+                return None
             self.calls[key] += 1
             if self.calls[key] < self.after:
                 return None
             self.tapes[key] = recorded(function, inputs)
         return self.tapes[key]
+
+
+def slopes(
+    recorder: Recorder, key: Hashable, loss: Callable[..., Tensor], weights: Tree, trained: Sequence[str]
+) -> Function:
+    """A function of a batch: the gradients of `loss(weights, *batch)` with respect to the trained weights.
+
+    The weights may change in place between two calls. `loss` must be a function of its arguments alone, and the same
+    for the same key.
+    """
+
+    def function(*tensors: Tensor) -> Sequence[Tensor]:
+        named = dict(zip(weights, tensors, strict=False))
+        leaves = {name: named[name].detach().requires_grad_() for name in trained}
+        return torch.autograd.grad(loss(named | leaves, *tensors[len(named) :]), list(leaves.values()))
+
+    layout = key, *weights  # trees with the same names may hold them in different orders
+
+    def gradients(*batch: Tensor) -> Sequence[Tensor]:
+        inputs = (*weights.values(), *batch)
+        shapes = tuple(tensor.shape for tensor in batch)
+        return (recorder.tape((layout, shapes), function, inputs) or function)(*inputs)
+
+    return gradients
 
 
 def recorded(function: Function, inputs: Sequence[Tensor]) -> Function | None:
@@ -75,3 +103,10 @@ def _simplify(graph: fx.Graph) -> None:
             else:
                 node.replace_all_uses_with(turned.setdefault(source, node))
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        # Python reaches torch.mm in half the time of torch.ops.aten.mm.default, which is the same kernel.
+        name = getattr(node.target, "_opname", "")
+        if name in ("view", "expand"):
+            node.op, node.target = "call_method", name
+        elif callable(quick := getattr(torch, name, None)):
+            node.target = quick

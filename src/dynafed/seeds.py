@@ -37,5 +37,9 @@ class Seeds:
         The global generator is put back afterwards, so nobody outside notices.
         """
         with torch.random.fork_rng():
-            torch.manual_seed(self.key(purpose, *where) % 2**63)
+            seed = self.key(purpose, *where) % 2**63
+            if torch.accelerator.is_available():
+                torch.manual_seed(seed)
+            else:
+                torch.default_generator.manual_seed(seed)  # the same, without noting for absent devices who called
             yield

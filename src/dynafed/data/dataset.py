@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dynafed.errors import UserError
 
+READY_BYTES = 2**30
+"""Training samples that need more memory than this are normalised whenever they are used."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -37,6 +40,11 @@ class Dataset:
             return x
         scale, shift = self._affine
         return x.float().mul_(scale.to(x.device)).add_(shift.to(x.device))
+
+    @cached_property
+    def ready(self) -> Tensor:
+        """The training samples as a model takes them, if that needs little memory; else as they are."""
+        return self.normalise(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
 
     @cached_property
     def _affine(self) -> tuple[Tensor, Tensor]:

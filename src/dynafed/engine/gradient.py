@@ -28,18 +28,15 @@ class Gradient:
         self.context = tree.nest({part: getattr(local, part) for part in CONTEXT})
         self.tensors = (*params.values(), *self.context.values())
         self.layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.context.items())
-        # Layers with buffers change them in passing, and a recording must change nothing.
-        self.pure = next(plan.module.buffers(), None) is None
         self.tapes: dict[Any, Function] = {}
 
     def __call__(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         """The loss, and the gradient of each parameter in order."""
         drawn = self.method.draw(len(y), self.local)
-        if self.pure:
-            key = x.shape, *drawn
-            inputs = (x, y, *self.tensors, *drawn.values())
-            if tape := self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs):
-                return tape(*inputs)
+        key = x.shape, *drawn
+        inputs = (x, y, *self.tensors, *drawn.values())
+        if tape := self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs):
+            return tape(*inputs)
         local = dataclasses.replace(self.local, drawn=drawn) if drawn else self.local
         return self._computed(x, y, self.params, local)
 

@@ -128,8 +128,9 @@ class Plan:
 
     @cached_property
     def recorder(self) -> Recorder:
-        """What this process has recorded of the clients' training steps."""
-        return Recorder()
+        """What this process has recorded of training steps with this network."""
+        # Layers with buffers change them in passing, and a recording must change nothing.
+        return Recorder(on=next(self.module.buffers(), None) is None)
 
     def initial_model(self) -> Tree:
         """The global model before round 1: parameters and persistent buffers by name."""
@@ -174,7 +175,7 @@ class Plan:
     def rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Samples of the training split, normalised, on the device."""
         index = torch.from_numpy(rows)
-        x = self.dataset.normalise(self.dataset.train_x[index].to(self.device))
+        x = self.dataset.normalise(self.dataset.ready.index_select(0, index).to(self.device))
         return x, self.dataset.train_y[index].to(self.device)
 
     def client_data(self, client: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,12 @@ from torch import Tensor
 
 from dynafed import optim, tree
 from dynafed.methods.base import Method, Needs, Refined, Server
+from dynafed.record import slopes
 from dynafed.settings import setting
 from dynafed.tree import Tree
+
+if TYPE_CHECKING:
+    from dynafed.engine.plan import Plan
 
 LOOK_EVERY = 100
 """Steps between two looks at how the distillation gets on."""
@@ -92,18 +98,21 @@ def distil(
     """
     plan = server.plan
     x, _ = plan.server_data()
-    student = tree.to(tree.clone(model), plan.device)
-    params = [student[name].requires_grad_() for name in plan.trainable]
-    taught = optim.Optimizer(optimizer, params, rate(0))
+    student = tree.by_columns(tree.to(tree.clone(model), plan.device), plan.matrices)
+    taught = optim.Optimizer(optimizer, [student[name] for name in plan.trainable], rate(0))
+    gradients = slopes(plan.recorder, name, partial(_divergence, plan), student, plan.trainable)
     order = optim.batches((x, targets), batch_size, steps, plan.seeds.rng(name, server.round))
     with plan.seeds.torch_seeded(name, server.round):
         for step, (batch, wanted) in enumerate(order):
             plan.module.train()
-            logits = plan.forward(student, batch)
-            loss = F.kl_div(logits.log_softmax(1), wanted, reduction="batchmean")
             taught.lr = rate(step)
-            taught.step(torch.autograd.grad(loss, params))
+            taught.step(gradients(batch, wanted))
             if step % LOOK_EVERY == 0:
                 server.host.check()
                 server.host.busy("distillation", step, steps)
             yield step + 1, student
+
+
+def _divergence(plan: Plan, weights: Tree, x: Tensor, targets: Tensor) -> Tensor:
+    """From the targets to what the network says, the mean over a batch."""
+    return F.kl_div(plan.forward(weights, x).log_softmax(1), targets, reduction="batchmean")

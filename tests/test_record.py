@@ -90,7 +90,7 @@ def test_a_network_with_buffers_is_left_alone() -> None:
 
 
 def test_gradients_follow_the_weights_and_know_their_names() -> None:
-    """Two matrices of one shape in another order: what was recorded of the one order isn't replayed for the other."""
+    """Two matrices of one shape in another order: what was recorded stands for both orders."""
     recorder = Recorder(after=1)
     weights = {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([[3.0, 5.0]])}
     x = torch.tensor([[1.0, -1.0]])
@@ -105,4 +105,4 @@ def test_gradients_follow_the_weights_and_know_their_names() -> None:
     assert first(x)[1].tolist() == [[-1.0, -1.0]]
     turned = record.slopes(recorder, "key", loss, {"b": weights["b"], "a": weights["a"]}, ["a", "b"])
     assert [grad.tolist() for grad in turned(x)] == [[[8.0, -8.0]], [[-1.0, -1.0]]]
-    assert len(recorder.tapes) == 2
+    assert len(recorder.tapes) == 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dynafed import tree
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
@@ -56,17 +57,17 @@ def slopes(
     for the same key.
     """
 
+    weights = tree.by_name(weights)
+
     def function(*tensors: Tensor) -> Sequence[Tensor]:
         named = dict(zip(weights, tensors, strict=False))
         leaves = {name: named[name].detach().requires_grad_() for name in trained}
         return torch.autograd.grad(loss(named | leaves, *tensors[len(named) :]), list(leaves.values()))
 
-    layout = key, *weights  # trees with the same names may hold them in different orders
-
     def gradients(*batch: Tensor) -> Sequence[Tensor]:
         inputs = (*weights.values(), *batch)
         shapes = tuple(tensor.shape for tensor in batch)
-        return (recorder.tape((layout, shapes), function, inputs) or function)(*inputs)
+        return (recorder.tape((key, shapes), function, inputs) or function)(*inputs)
 
     return gradients
 

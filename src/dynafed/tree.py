@@ -42,6 +42,11 @@ def without(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
     return {name: tensor for name, tensor in tree.items() if name not in names}
 
 
+def by_name(tree: Mapping[str, Tensor]) -> Tree:
+    """The same tensors in the order of their names."""
+    return {name: tree[name] for name in sorted(tree)}
+
+
 def nbytes(tree: Mapping[str, Tensor]) -> int:
     """How many bytes the tensors take when sent."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
@@ -77,5 +82,8 @@ def pack(tree: Mapping[str, Tensor]) -> bytes:
 
 
 def unpack(blob: bytes) -> Tree:
-    """The inverse of `pack`; the tensors are aligned copies, so that arithmetic on them gives the same bits."""
-    return clone(safetensors.torch.load(blob))
+    """The inverse of `pack`, sorted by name: safetensors loads them in another order each time.
+
+    The tensors are aligned copies, so that arithmetic on them gives the same bits.
+    """
+    return clone(by_name(safetensors.torch.load(blob)))

@@ -25,14 +25,14 @@ class Gradient:
     def __init__(self, plan: Plan, params: Tree, local: Local) -> None:
         self.plan, self.params, self.local = plan, params, local
         self.method = plan.methods.client
-        self.context = tree.nest({part: getattr(local, part) for part in CONTEXT})
+        self.context = tree.by_name(tree.nest({part: getattr(local, part) for part in CONTEXT}))
         self.tensors = (*params.values(), *self.context.values())
         self.layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.context.items())
         self.tapes: dict[Any, Function] = {}
 
     def __call__(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         """The loss, and the gradient of each parameter in order."""
-        drawn = self.method.draw(len(y), self.local)
+        drawn = tree.by_name(self.method.draw(len(y), self.local))
         key = x.shape, *drawn
         inputs = (x, y, *self.tensors, *drawn.values())
         if tape := self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from problems import TEST, TRAIN, run_tiny, tiny
 
 import dynafed
@@ -18,24 +19,25 @@ from dynafed.engine.plan import Plan
 from dynafed.engine.run import Progress
 from dynafed.engine.workers import Workers
 from dynafed.errors import WorkerDied
+from dynafed.tree import Tree
 
 
 def crew(count: int) -> Workers:
     return Workers(Plan.make(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
 
 
-def slow_first(number: int) -> int:
+def slow_first(common: Tree, number: int) -> int:
     time.sleep(0.2 if number == 0 else 0.0)
     return number
 
 
-def broken(number: int) -> int:
+def broken(common: Tree, number: int) -> int:
     if number == 3:
         raise ValueError("three")
     return number
 
 
-def deadly(number: int) -> bytes:
+def deadly(common: Tree, number: int) -> bytes:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return bytes(10_000_000)
@@ -45,7 +47,7 @@ def deadly(number: int) -> bytes:
 def test_results_come_in_the_tasks_order(tasks: int) -> None:
     with crew(3) as workers:
         for _ in range(2):
-            assert list(workers._ordered(slow_first, ((number,) for number in range(tasks)))) == list(range(tasks))
+            assert list(workers._ordered(slow_first, {}, ((number,) for number in range(tasks)))) == list(range(tasks))
 
 
 def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
@@ -58,8 +60,19 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             yield (number,)
 
     with crew(2) as workers:
-        for taken, _ in enumerate(workers._ordered(slow_first, tasks()), start=1):
-            assert asked <= taken + 4
+        for taken, _ in enumerate(workers._ordered(slow_first, {}, tasks()), start=1):
+            assert asked <= taken + 6
+
+
+def doubled(common: Tree, sent: bytes) -> bytes:
+    return sent + bytes(common["zeros"].numpy())
+
+
+def test_large_messages_in_both_directions_never_wait_for_each_other() -> None:
+    megabytes = bytes(3 * 2**20)
+    common = {"zeros": torch.zeros(len(megabytes), dtype=torch.uint8)}
+    with crew(2) as workers:
+        assert all(result == 2 * megabytes for result in workers._ordered(doubled, common, [(megabytes,)] * 9))
 
 
 def test_workers_with_several_threads(tmp_path: Path) -> None:
@@ -70,12 +83,12 @@ def test_workers_with_several_threads(tmp_path: Path) -> None:
 
 def test_an_error_in_a_worker_is_the_caller_s() -> None:
     with pytest.raises(ValueError, match="three"), crew(2) as workers:
-        list(workers._ordered(broken, ((number,) for number in range(9))))
+        list(workers._ordered(broken, {}, ((number,) for number in range(9))))
 
 
 def test_a_worker_s_death_is_noticed_even_while_it_sends() -> None:
     with pytest.raises(WorkerDied, match="exit code -9"), crew(2) as workers:
-        list(workers._ordered(deadly, ((number,) for number in range(9))))
+        list(workers._ordered(deadly, {}, ((number,) for number in range(9))))
 
 
 class Killer(Progress):

@@ -10,11 +10,12 @@ import pickle
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from dynafed.messages import Broadcast, Update
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
+
+AHEAD = 2
+"""Tasks that a worker has at most: the one that it is at, and the next."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
@@ -76,9 +80,9 @@ class Workers:
             for client, work in cohort:
                 yield local_update(self.plan, broadcast, client, memory_of(client), work)
             return
-        blob = tree.pack(tree.nest({"model": broadcast.model, "extras": tree.nest(broadcast.extras)}))
-        tasks = ((broadcast.round, blob, client, tree.pack(memory_of(client)), work) for client, work in cohort)
-        for update, model, extras, memory in self._ordered(_train, tasks):
+        common = tree.nest({"model": broadcast.model, "extras": tree.nest(broadcast.extras)})
+        tasks = ((broadcast.round, client, tree.pack(memory_of(client)), work) for client, work in cohort)
+        for update, model, extras, memory in self._ordered(_train, common, tasks):
             yield (
                 replace(update, model=tree.unpack(model), extras=tree.unnest(tree.unpack(extras))),
                 tree.unpack(memory),
@@ -90,35 +94,43 @@ class Workers:
         if not self.crew:
             results: Iterable[tuple[int, float]] = (evaluate_chunk(self.plan, model, *ends) for ends in slices)
         else:
-            blob = tree.pack(model)
-            results = self._ordered(_evaluate, ((blob, *ends) for ends in slices))
+            results = self._ordered(_evaluate, model, slices)
         right, loss = (sum(parts) for parts in zip(*results, strict=True))
         return right / self.plan.evaluation_size(), loss / self.plan.evaluation_size()
 
-    def _ordered(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Results in the tasks' order. Each worker has one task at a time; only a few results wait for their turn."""
+    def _ordered(self, function: Callable[..., Any], common: Tree, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Results of `function(common, *task)` in the tasks' order; only a few wait for their turn.
+
+        Each worker has a second task in hand, so that it needn't wait for us.
+        """
+        blob = tree.pack(common)
+        for connection in self.crew:
+            self._say(connection, (None, blob))
         numbered = enumerate(tasks)
-        idle, running = list(self.crew), dict[Connection, int]()
+        hands = deque([*self.crew] * AHEAD)
+        running: dict[Connection, deque[int]] = {connection: deque() for connection in self.crew}
         done: dict[int, Any] = {}
         due, sent, more = 0, 0, True
         while True:
-            while more and idle and sent < due + 2 * self.count:
+            while more and hands and sent < due + (1 + AHEAD) * self.count:
                 if (entry := next(numbered, None)) is None:
                     more = False
                     break
-                connection = idle.pop()
+                connection = hands.popleft()
                 self._say(connection, (function, entry[1]))
-                running[connection], sent = entry[0], sent + 1
+                running[connection].append(entry[0])
+                sent += 1
             if due in done:
                 yield done.pop(due)
                 due += 1
                 continue
-            if not running:
+            busy = [connection for connection, numbers in running.items() if numbers]
+            if not busy:
                 return
-            for ready in wait(list(running)):
+            for ready in wait(busy):
                 assert isinstance(ready, Connection)
-                done[running.pop(ready)] = self._hear(ready)
-                idle.append(ready)
+                done[running[ready].popleft()] = self._hear(ready)
+                hands.append(ready)
 
     def _say(self, connection: Connection, message: Any) -> None:
         try:
@@ -184,12 +196,24 @@ _plan: Plan | None = None
 def _work(plan: Plan, orders: Connection) -> None:
     """A worker's life: take an order, send back what came of it."""
     _start(plan)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_receive, args=(orders, inbox), daemon=True).start()
+    common: Tree = {}
     while True:
-        function, task = orders.recv()
+        function, task = inbox.get()
+        if function is None:
+            common = tree.unpack(task)
+            continue
         try:
-            orders.send((True, function(*task)))
+            orders.send((True, function(common, *task)))
         except Exception as error:
             orders.send((False, error))
+
+
+def _receive(orders: Connection, inbox: SimpleQueue[Any]) -> None:
+    """Take orders in at once: if we waited for the parent to listen and it for us, neither would ever go on."""
+    while True:
+        inbox.put(orders.recv())
 
 
 def _start(plan: Plan) -> None:
@@ -210,20 +234,15 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-@lru_cache(maxsize=1)
-def _unpacked(blob: bytes) -> Tree:
-    return tree.unpack(blob)
-
-
-def _train(round: int, blob: bytes, client: int, memory: bytes, work: float) -> tuple[Update, bytes, bytes, bytes]:
+def _train(common: Tree, round: int, client: int, memory: bytes, work: float) -> tuple[Update, bytes, bytes, bytes]:
     assert _plan is not None
-    parts = tree.unnest(_unpacked(blob))
+    parts = tree.unnest(common)
     broadcast = Broadcast(round, parts["model"], tree.unnest(parts.get("extras", {})))
     update, kept = local_update(_plan, broadcast, client, tree.unpack(memory), work)
     bare = replace(update, model={}, extras={})
     return bare, tree.pack(update.model), tree.pack(tree.nest(update.extras)), tree.pack(kept)
 
 
-def _evaluate(blob: bytes, start: int, stop: int) -> tuple[int, float]:
+def _evaluate(model: Tree, start: int, stop: int) -> tuple[int, float]:
     assert _plan is not None
-    return evaluate_chunk(_plan, _unpacked(blob), start, stop)
+    return evaluate_chunk(_plan, model, start, stop)

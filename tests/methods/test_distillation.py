@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,24 @@ def test_feddf_brings_the_average_nearer_to_the_ensemble() -> None:
 def test_feddf_stops_when_the_student_agrees_no_more_often() -> None:
     plan = plan_for("feddf", feddf__steps=5000, feddf__patience=100, **MANY)
     assert refined(plan, seen(plan)).metrics["distillation_steps"] < 5000
+
+
+def test_feddf_keeps_the_best_student_by_labels_if_it_may_see_them() -> None:
+    plan = plan_for("feddf", feddf__steps=60, feddf__lr=0.01, feddf__validate=True, **MANY)
+    x, y = plan.server_data()
+
+    def right(model: Tree) -> int:
+        return int((plan.predict(model, x).argmax(1) == y).sum())
+
+    server = seen(plan)
+    taught = refined(plan, server)
+    assert right(taught.model) >= right(server.combined)
+    # An ensemble that says the opposite of the truth teaches nothing: the average stays, bit for bit.
+    wrong = {name: -tensor for name, tensor in server.combined.items() if name.startswith("head.")}
+    liar = dataclasses.replace(server.updates[0], model=server.combined | wrong)
+    misled = refined(plan, dataclasses.replace(server, updates=[liar]))
+    assert misled.metrics == {"distillation_steps": 0}
+    assert tree.digest(misled.model) == tree.digest(server.combined)
 
 
 def test_the_first_distillation_step_is_the_gradient_of_kl_to_the_mean_logits() -> None:

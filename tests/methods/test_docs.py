@@ -24,7 +24,8 @@ def test_every_method_and_every_setting_is_described() -> None:
         assert kind.citation.split(",")[0].split(" ")[0] in sections[name]
         for field in describe(kind.Settings) if kind.Settings else []:
             assert f"`{field['name']}`" in sections[name]
-            assert str(field["default"]) in sections[name]
+            default = field["default"]
+            assert (str(default).lower() if isinstance(default, bool) else str(default)) in sections[name]
 
 
 def test_the_worked_example_is_found_listed_and_keeps_the_contract(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dynafed.tree import Tree
 if TYPE_CHECKING:
     from dynafed.engine.plan import Plan
 
-LOOK_EVERY = 100
+LOOK_EVERY = 20
 """Steps between two looks at how the distillation gets on."""
 
 
@@ -33,16 +33,20 @@ class FedDFSettings:
     """Section `feddf`."""
 
     steps: int = setting(10_000, "distillation steps in a round, at most", low=0)
-    patience: int = setting(1000, "stop after so many steps in which the student didn't agree more often", low=1)
+    patience: int = setting(1000, "stop after so many steps in which the student didn't get better", low=1)
     lr: float = setting(1e-3, "of Adam at the first step; it falls as a cosine", above=0)
     batch_size: int = setting(128, "server samples in a step", low=1)
+    validate: bool = setting(
+        False, "keep the student that is best by the labels of the server's samples, perhaps the average itself"
+    )
 
 
 class FedDF(Method):
     """Minimises KL(softmax of the clients' mean logits, student), starting at the average.
 
-    The paper stops when accuracy on a validation set stops rising. The server's data have no labels here, so the
-    share of them on which student and ensemble choose the same class takes its place.
+    The paper stops when accuracy on a validation set stops rising. Without labels, the share of the server's samples on
+    which student and ensemble choose the same class takes its place. That is no safeguard: clients that know a class
+    or two make an ensemble that is worse than the average of their weights. `validate` is one.
     """
 
     name = "feddf"
@@ -57,9 +61,15 @@ class FedDF(Method):
         chosen, plan = self.settings, server.plan
         if not chosen.steps:
             return Refined(model, state)
-        x, _ = plan.server_data()
+        x, y = plan.server_data()
         logits = torch.stack([plan.predict(update.model, x) for update in server.updates]).mean(0)
-        best, best_step, done, student = -1, 0, 0, model
+        wanted = y if chosen.validate else logits.argmax(1)
+
+        def score(weights: Tree) -> int:
+            return int((plan.predict(weights, x).argmax(1) == wanted).sum())
+
+        best, best_step, kept = score(model) if chosen.validate else -1, 0, model
+        done, student = 0, model
         steps = distil(
             self.name,
             model,
@@ -71,13 +81,13 @@ class FedDF(Method):
             rate=lambda step: chosen.lr * (1 + math.cos(math.pi * step / chosen.steps)) / 2,
         )
         for done, student in steps:
-            if done % LOOK_EVERY == 0:
-                agreed = int((plan.predict(student, x).argmax(1) == logits.argmax(1)).sum())
-                if agreed > best:
-                    best, best_step = agreed, done
+            if done % LOOK_EVERY == 0 or done == chosen.steps:
+                if (right := score(student)) > best:
+                    best, best_step, kept = right, done, tree.clone(student)
                 elif done - best_step >= chosen.patience:
                     break
-        return Refined(tree.to(tree.clone(student), "cpu"), state, {"distillation_steps": done})
+        result, taken = (kept, best_step) if chosen.validate else (student, done)
+        return Refined(tree.to(tree.clone(result), "cpu"), state, {"distillation_steps": taken})
 
 
 def distil(

@@ -12,6 +12,17 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+QUICK: dict[str, Any] = {
+    "dynafed.trajectory": 2,
+    "dynafed.segment": 1,
+    "dynafed.targets": "[1]",
+    "dynafed.samples": 10,
+    "dynafed.iterations": 2,
+    "dynafed.inner_steps": 1,
+    "dynafed.finetune_steps": 1,
+}
+"""DynaFed in a blink, as an app's config says it."""
+
 Tamper = Callable[[Message, Message], Message | None]
 """Is given a message and its reply, and may give another reply, or none."""
 

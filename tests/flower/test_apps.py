@@ -13,7 +13,7 @@ import pytest
 import torch
 from contract.cases import CASES, PARTS, config, timeless
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from nodes import Nodes, Tamper
+from nodes import QUICK, Nodes, Tamper
 
 import dynafed
 from dynafed import Config, UserError, tree
@@ -384,13 +384,7 @@ APP: dict[str, Any] = {
     "clients": 4,
     "local_steps": 2,
     "mlp.width": 4,
-    "dynafed.trajectory": 2,
-    "dynafed.segment": 1,
-    "dynafed.targets": "[1]",
-    "dynafed.samples": 10,
-    "dynafed.iterations": 2,
-    "dynafed.inner_steps": 1,
-    "dynafed.finetune_steps": 1,
+    **QUICK,
     "dynafed-wait": 0.1,
 }
 

@@ -24,6 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from nodes import QUICK
 
 import dynafed
 from dynafed import Config
@@ -43,13 +44,7 @@ CONFIG: dict[str, Any] = {
     "lr": 0.1,
     "checkpoint_every": 1,
     "mlp.width": 8,
-    "dynafed.trajectory": 2,
-    "dynafed.segment": 1,
-    "dynafed.targets": "[1]",
-    "dynafed.samples": 10,
-    "dynafed.iterations": 2,
-    "dynafed.inner_steps": 1,
-    "dynafed.finetune_steps": 1,
+    **QUICK,
 }
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from dynafed.config import Config
 from dynafed.engine.files import write_json
-from dynafed.engine.run import EXECUTION, Progress, read_summary, resume, run
+from dynafed.engine.run import Progress, read_summary, resume, run
 from dynafed.errors import UserError
+from dynafed.execution import EXECUTION
 
 
 @dataclass(frozen=True)

@@ -36,17 +36,13 @@ from dynafed.engine.server import Outcome, server_broadcast, server_enrol, serve
 from dynafed.engine.stopping import Stopped, StopRequest
 from dynafed.engine.workers import Workers
 from dynafed.errors import Interrupted, UserError, WorkerDied
+from dynafed.execution import EXECUTION
 from dynafed.messages import Update
 from dynafed.methods import Host
 from dynafed.models import Factory
 from dynafed.report import write_report
 from dynafed.tree import Tree
 from dynafed.version import __version__
-
-EXECUTION = frozenset(
-    ("engine", "workers", "threads", "device", "data_dir", "checkpoint_every", "keep_checkpoints", "client_memory_mb")
-)
-"""Keys that decide how a run is executed, not what it is to compute."""
 
 FINAL_ROUNDS = 5
 """The paper reports the mean accuracy of so many last rounds."""

@@ -21,8 +21,9 @@ from dynafed.config import Config
 from dynafed.engine.files import checksum
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
-from dynafed.engine.run import EXECUTION, Progress, Record, resume, run
+from dynafed.engine.run import Progress, Record, resume, run
 from dynafed.errors import Interrupted, UserError
+from dynafed.execution import EXECUTION
 from dynafed.flower import wire
 from dynafed.flower.fleet import Fleet
 from dynafed.flower.node import Lost, NodeMemory

@@ -70,9 +70,10 @@ class Memory:
         for one, note in zip(self.strategies, notes, strict=True):
             vars(one).update(note["numbers"])
             if note["accountant"]:
-                if getattr(one, "accountant", None) is None:
+                accountant = getattr(one, "accountant", None)
+                if accountant is None:
                     raise UserError("the checkpoint was made with a privacy accountant: give it one again")
-                one.accountant.load_state_dict(note["accountant"])  # type: ignore[attr-defined]
+                accountant.load_state_dict(note["accountant"])
         for depth, attributes in tree.unnest(tensors).items():
             for name, kinds in tree.unnest(attributes).items():
                 for kind, arrays in tree.unnest(kinds).items():

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dynafed.config import Config, parse_override
-from dynafed.engine.run import EXECUTION
 from dynafed.errors import UserError
+from dynafed.execution import EXECUTION
 from dynafed.settings import build, nearest, setting
 
 PREFIX = "dynafed-"

@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from dynafed.execution import EXECUTION
 from dynafed.report.load import Partition, Run
 from dynafed.report.text import setting
-
-EXECUTION = frozenset(
-    {"engine", "workers", "threads", "data_dir", "device", "checkpoint_every", "keep_checkpoints", "client_memory_mb"}
-)
-"""Keys that say how a run is executed, not what comes out."""
 
 DATA_KEYS = ("dataset", "partition", "alpha", "classes_per_client", "clients", "min_samples", "server_samples", "seed")
 

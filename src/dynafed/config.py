@@ -93,6 +93,12 @@ class Config:
     )
     workers: int = setting(0, "processes that train clients; any number gives the same bits (0: one a core)", low=0)
     threads: int = setting(1, "threads of each worker", low=1)
+    kernels: str = setting(
+        "auto",
+        "what the ConvNet runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
+        choices=("auto", "own", "torch"),
+    )
+    record: bool = setting(True, "whether training steps are recorded and replayed once there were many")
     data_dir: str = setting("", "where the datasets are; else the variable DYNAFED_DATA")
 
     sections: Mapping[str, Any] = field(default_factory=dict)

@@ -67,6 +67,45 @@ class Classifier(nn.Module):
         return logits
 
 
+class Blocks(nn.Sequential):
+    """The ConvNet's features: blocks of convolution, norm, ReLU and pooling, then all in a row."""
+
+    own_kernels: bool | None = None
+    """Whether they run on `dynafed.kernels`; None while nobody has decided."""
+
+    @property
+    def width(self) -> int:
+        """Channels of every block."""
+        return len(next(self.parameters()))
+
+    def fit_kernels(self) -> bool:
+        """Whether our kernels can do every block."""
+        from dynafed.kernels.ops import CPP, lanes
+
+        norms, kernel = list(self)[1::4], next(self.parameters())
+        return (
+            kernel.device.type == "cpu"
+            and kernel.dtype in CPP
+            and self.width % lanes(kernel.dtype) == 0
+            and all(isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels for norm in norms)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features of a batch."""
+        if not self.own_kernels:
+            plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+            return plain
+        from dynafed.kernels.ops import convolution, norm_relu_pool
+
+        *layers, flatten = self
+        for convolve, norm, relu, pool in zip(*[iter(layers)] * 4, strict=True):
+            x = convolution(x, convolve.weight, convolve.bias, convolve.padding[0])
+            odd = x.shape[2] % 2 or x.shape[3] % 2
+            x = pool(relu(norm(x))) if odd else norm_relu_pool(x, norm.weight, norm.bias, norm.eps)
+        flat: Tensor = flatten(x)
+        return flat
+
+
 def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:
     """Fully connected ReLU layers on the flattened sample: 784-128-128-10 in the paper."""
     layers: list[nn.Module] = [nn.Flatten()]
@@ -93,7 +132,7 @@ def convnet(shape: Shape, classes: int, settings: ConvNetSettings) -> Classifier
             nn.AvgPool2d(2),
         ]
         channels = settings.width
-    return Classifier(nn.Sequential(*layers, nn.Flatten()), channels * height * width, classes)
+    return Classifier(Blocks(*layers, nn.Flatten()), channels * height * width, classes)
 
 
 class _Residual(nn.Module):

@@ -18,6 +18,7 @@ from dynafed import data, methods, models, tree
 from dynafed.config import Config
 from dynafed.data import Dataset, Partition
 from dynafed.errors import UserError
+from dynafed.path import Path, choose
 from dynafed.record import Recorder
 from dynafed.seeds import Seeds
 from dynafed.tree import Tree
@@ -95,6 +96,7 @@ class Plan:
             plan = cls(config, dataset, partition, server_rows, validation_rows, module)
             # Still under the key: lazy layers get their weights in this first use.
             plan.check_model()
+        _ = plan.path  # from now on the network runs on the kernels that were chosen
         return plan
 
     @cached_property
@@ -127,10 +129,18 @@ class Plan:
         )
 
     @cached_property
+    def path(self) -> Path:
+        """How the run is executed."""
+        config = self.config
+        passes = config.local_steps * config.batch_size or config.local_epochs * len(self.partition.indices) // len(
+            self.partition
+        )
+        return choose(config, self.module, config.rounds * config.sampled * passes)
+
+    @cached_property
     def recorder(self) -> Recorder:
         """What this process has recorded of training steps with this network."""
-        # Layers with buffers change them in passing, and a recording must change nothing.
-        return Recorder(on=next(self.module.buffers(), None) is None)
+        return Recorder(on=self.path.record)
 
     def initial_model(self) -> Tree:
         """The global model before round 1: parameters and persistent buffers by name."""

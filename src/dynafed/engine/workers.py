@@ -45,10 +45,8 @@ class Workers:
     """
 
     def __init__(self, plan: Plan) -> None:
-        config = plan.config
         self.plan = plan
-        self.count = 1 if plan.device.type != "cpu" else config.workers or os.cpu_count() or 1
-        self.count = min(self.count, config.sampled)
+        self.count = plan.path.workers
         self.crew: dict[Connection, BaseProcess] = {}
         self.threads_before = torch.get_num_threads()
 
@@ -57,7 +55,7 @@ class Workers:
         torch.set_num_threads(self.plan.config.threads)
         if self.count > 1:
             self.crew = dict(_hired(self.plan) for _ in range(self.count))
-        log.info("%d worker(s) with %d thread(s) each", self.count, self.plan.config.threads)
+        log.info("%s", self.plan.path)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -49,6 +49,8 @@ class Task:
     """Of one sample."""
     classes: int
     seeds: Seeds
+    threads: int = 0
+    """That share the synthesis (0: one a core)."""
     measure: Callable[[Segments, Synthetic], Quality] | None = None
     """Takes the paper's measures of a new D_syn, where there are real samples to compare with."""
 
@@ -127,6 +129,7 @@ class Algorithm:
                 check=host.check,
                 busy=host.busy,
                 seen=album.seen if album else lambda iteration, loss, x: None,
+                threads=task.threads,
             )
         except Motionless as error:
             log.warning("no synthesis in round %d: %s", round, error)
@@ -174,5 +177,6 @@ class DynaFed(Method):
             plan.dataset.shape,
             plan.dataset.classes,
             plan.seeds,
+            plan.path.workers,
             partial(measure, plan) if self.settings.evidence else None,
         )

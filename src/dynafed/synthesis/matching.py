@@ -11,8 +11,14 @@ and every term is a sum over samples, so the set can be taken in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.errors import UserError
+from dynafed.path import cores, one_thread, portion
 from dynafed.tree import Tree
 
 Augment = Callable[[Tensor, int], Tensor]
@@ -52,55 +59,72 @@ def _squared(a: Tree, b: Tree) -> Tensor:
 class Inner:
     """The inner training problem: a network and a synthetic set, whose gradient is a mean over the set's samples."""
 
-    model: nn.Module
+    models: Iterable[nn.Module]
+    """The network for each chunk. Those that are differentiated at the same time must not share one."""
     labels: Tensor
     """Label distributions."""
     scale: float
     """The loss's factor: 1 / samples, or less where the loss is also averaged over classes."""
     chunk: int
-    """Samples that are differentiated at a time; 0: 64 for convolutions, else all."""
+    """Samples that are differentiated at a time."""
+    each: Callable[..., Iterable[Any]] = map
+    """Applies a function to the chunks; the results come in their order."""
 
-    def loss(self, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, model: nn.Module, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
         """A chunk's share of the loss."""
-        return soft_cross_entropy(functional_call(self.model, params, (x,)), labels) * self.scale
+        return soft_cross_entropy(functional_call(model, params, (x,)), labels) * self.scale
 
     def gradient(self, params: Tree, x: Tensor) -> Tree:
         """The loss's gradient with respect to the parameters."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        total: tuple[Tensor, ...] = ()
-        for part, labels in self._chunks(x):
-            grads = torch.autograd.grad(self.loss(leaves, part, labels), list(leaves.values()))
-            total = tuple(a + b for a, b in zip(total, grads, strict=True)) if total else grads
-        return dict(zip(params, total, strict=True))
+
+        def one(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
+            return torch.autograd.grad(self.loss(model, leaves, part, labels), list(leaves.values()))
+
+        return dict(zip(params, map(_total, zip(*self._each_chunk(one, x), strict=True)), strict=True))
 
     def step(self, params: Tree, x: Tensor, rate: float) -> Tree:
         """The parameters after one step of gradient descent."""
         grads = self.gradient(params, x)
         return {name: tensor - rate * grads[name] for name, tensor in params.items()}
 
-    def _chunks(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.chunk or _automatic_chunk(self.model, len(x))
-        return zip(torch.split(x, size), torch.split(self.labels, size), strict=True)
+    def _each_chunk(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
+        return self.each(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
 
     def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tensor, Tree, Tensor, Tensor]:
         """<g, direction> and its derivatives with respect to the parameters, the samples and the labels."""
-        value = torch.zeros((), dtype=x.dtype, device=x.device)
-        hessian = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-        by_x, by_labels = [], []
-        for part, labels in self._chunks(x):
+
+        def one(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
-            loss = self.loss(leaves, part, labels)
+            loss = self.loss(model, leaves, part, labels)
             grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-            dot = sum((grad * direction[name]).sum() for name, grad in zip(leaves, grads, strict=True))
+            # The gradient of <grads, direction>, without that product itself.
+            wanted, along = [*leaves.values(), part, labels], [direction[name] for name in leaves]
             # Some derivatives can be absent: those of a purely linear part of the network, for instance.
-            *second, dx, dl = torch.autograd.grad(dot, [*leaves.values(), part, labels], materialize_grads=True)  # type: ignore[arg-type]
-            value += dot.detach()  # type: ignore[union-attr]
-            for name, tensor in zip(leaves, second, strict=True):
-                hessian[name] += tensor
-            by_x.append(dx)
-            by_labels.append(dl)
-        return value, hessian, torch.cat(by_x), torch.cat(by_labels)
+            second = torch.autograd.grad(grads, wanted, along, materialize_grads=True)
+            value = _total((grad.detach() * other).sum() for grad, other in zip(grads, along, strict=True))
+            return value, *second
+
+        value, *hessian, by_x, by_labels = zip(*self._each_chunk(one, x), strict=True)
+        curved = dict(zip(params, map(_total, hessian), strict=True))
+        return _total(value), curved, torch.cat(by_x), torch.cat(by_labels)
+
+
+@contextlib.contextmanager
+def inner_problem(model: nn.Module, labels: Tensor, scale: float, chunk: int = 0, threads: int = 0) -> Iterator[Inner]:
+    """An inner problem whose chunks are shared among threads, if there are several; their number changes no bit."""
+    chunk = chunk or portion(model, len(labels))
+    parts = -(-len(labels) // chunk)
+    if parts == 1 or labels.device.type != "cpu":
+        yield Inner(itertools.repeat(model), labels, scale, chunk)
+        return
+    with one_thread(), ThreadPoolExecutor(threads or cores()) as pool:
+        yield Inner([copy.deepcopy(model) for _ in range(parts)], labels, scale, chunk, pool.map)
+
+
+def _total(parts: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
 
 
 def matching_gradient(
@@ -116,22 +140,40 @@ def matching_gradient(
     augment: Augment | None = None,
     loss_scale: float = 1.0,
     chunk: int = 0,
+    threads: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Train from `start` for `steps` steps on (x, softmax(y)) and measure the distance to `target`.
 
     Returns the distance and its exact gradients with respect to the samples, the label logits and the inner rate.
     `start` and `target` are named parameters; the loss is soft-label cross-entropy, summed over classes, averaged over
     samples, times `loss_scale`. The model must treat samples independently and have no in-place state;
-    `chunk` of them are taken at a time.
+    `chunk` of them are taken at a time, in `threads` threads (0: one a core), whose number changes no bit.
     """
     refuse_batch_state(model)
     device = x.device
-    rate = float(lr)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     start = {name: start[name].detach().to(device) for name in names}
     target = {name: target[name].detach().to(device) for name in names}
     x, y = x.detach(), y.detach()
-    inner = Inner(model, y.softmax(dim=1), loss_scale / len(x), chunk)
+    with inner_problem(model, y.softmax(dim=1), loss_scale / len(x), chunk, threads) as inner:
+        apart, dx, dlabels, dlr = _there_and_back(inner, start, target, x, float(lr), steps, distance, augment)
+    with torch.enable_grad():
+        logits = y.requires_grad_()
+        (dy,) = torch.autograd.grad(logits.softmax(dim=1), logits, dlabels)
+    return apart, dx, dy, dlr
+
+
+def _there_and_back(
+    inner: Inner,
+    start: Tree,
+    target: Tree,
+    x: Tensor,
+    rate: float,
+    steps: int,
+    distance: str,
+    augment: Augment | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The distance, and its gradients with respect to the samples, the label distributions and the inner rate."""
 
     def seen(batch: Tensor, step: int) -> Tensor:
         return batch if augment is None else augment(batch, step)
@@ -144,8 +186,8 @@ def matching_gradient(
 
     reached = {name: tensor.requires_grad_() for name, tensor in path.pop().items()}
     apart = distance_between(distance, reached, start, target)
-    lam = dict(zip(names, torch.autograd.grad(apart, list(reached.values())), strict=True))
-    dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(y), torch.zeros((), dtype=x.dtype, device=device)
+    lam = dict(zip(reached, torch.autograd.grad(apart, list(reached.values())), strict=True))
+    dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(inner.labels), x.new_zeros(())
     for step in reversed(range(steps)):
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -156,17 +198,8 @@ def matching_gradient(
         dx -= rate * by_x
         dlabels -= rate * by_labels
         dlr -= value
-        lam = {name: lam[name] - rate * hessian[name] for name in names}
-    with torch.enable_grad():
-        logits = y.detach().requires_grad_()
-        (dy,) = torch.autograd.grad(logits.softmax(dim=1), logits, dlabels)
-    return apart.detach(), dx, dy, dlr
-
-
-def _automatic_chunk(model: nn.Module, samples: int) -> int:
-    """What convolutions leave between them outgrows the cache; a few big matrices don't."""
-    convolves = any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
-    return min(samples, 64) if convolves else samples
+        lam = {name: lam[name] - rate * hessian[name] for name in lam}
+    return apart.detach(), dx, dlabels, dlr
 
 
 def refuse_batch_state(model: nn.Module) -> None:

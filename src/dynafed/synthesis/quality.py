@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dynafed.engine.evaluate import accuracy
 from dynafed.synthesis.dataset import Synthetic
-from dynafed.synthesis.matching import Inner, distance_between
+from dynafed.synthesis.matching import distance_between, inner_problem
 from dynafed.synthesis.refine import train_on
 from dynafed.synthesis.synthesize import Segments, loss_scale
 from dynafed.tree import Tree
@@ -84,13 +84,13 @@ def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
 def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float) -> list[Tree]:
     """Where the inner steps on these samples lead from the start of every segment."""
     config = segments.config
-    inner = Inner(module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk)
     ends = []
-    for segment in segments.whole():
-        params = segment.start
-        for _ in range(config.inner_steps):
-            params = inner.step(params, x, lr)
-        ends.append(params)
+    with inner_problem(module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk) as inner:
+        for segment in segments.whole():
+            params = segment.start
+            for _ in range(config.inner_steps):
+                params = inner.step(params, x, lr)
+            ends.append(params)
     return ends
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dynafed import optim, settings, tree
+from dynafed import optim, path, settings, tree
 from dynafed.engine.files import write_bytes
 from dynafed.errors import UserError
 from dynafed.seeds import Seeds
@@ -66,12 +66,14 @@ def synthesize(
     check: Callable[[], None] = lambda: None,
     busy: Callable[[str, int, int], None] = lambda what, done, total: None,
     seen: Seen = lambda iteration, loss, x: None,
+    threads: int = 0,
 ) -> Synthetic:
     """Synthesise `config.samples` samples of this shape from a trajectory of checkpoints, oldest first.
 
     The trajectory is a list of state dicts or a folder of safetensors files in the order of their names. With a file
     `work` the synthesis saves itself there and, called again, goes on from there with the same bits. `check` is called
-    in every iteration and may raise to interrupt, `busy` shows progress, `seen` gets every iteration's loss.
+    in every iteration and may raise to interrupt, `busy` shows progress, `seen` gets every iteration's loss. `threads`
+    share the work (0: one a core); their number changes no bit.
     """
     chosen = DynaFedSettings.of(config)
     refuse_batch_state(model)
@@ -79,33 +81,34 @@ def synthesize(
         trajectory = read_trajectory(trajectory)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     device = next(model.parameters()).device
-    path = [_parameters(names, checkpoint, device) for checkpoint in trajectory]
-    segments = Segments(path, chosen, Seeds(seed))
-    origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(path)}))
+    checkpoints = [_parameters(names, checkpoint, device) for checkpoint in trajectory]
+    segments = Segments(checkpoints, chosen, Seeds(seed))
+    origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(checkpoints)}))
     task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}"
-    state = Work(chosen, shape, classes, Seeds(seed), device)
-    if not (work and state.load(work, task)):
-        seen(0, math.nan, state.leaves["x"])
-        state.set_lr(chosen.inner_lr or automatic_lr(model, segments, chosen, shape, classes, check))
-    while state.done < chosen.iterations:
-        try:
-            check()
-        except BaseException:
-            if work:
+    state = Work(chosen, shape, classes, Seeds(seed), device, threads)
+    with path.kernels_for(model, path.synthesis_work(chosen)):
+        if not (work and state.load(work, task)):
+            seen(0, math.nan, state.leaves["x"])
+            state.set_lr(chosen.inner_lr or automatic_lr(model, segments, chosen, shape, classes, check, threads))
+        while state.done < chosen.iterations:
+            try:
+                check()
+            except BaseException:
+                if work:
+                    state.save(work, task)
+                raise
+            loss = state.advance(model, segments)
+            seen(state.done, loss, state.leaves["x"])
+            busy("synthesis", state.done, chosen.iterations)
+            if work and state.done % SAVE_EVERY == 0:
                 state.save(work, task)
-            raise
-        loss = state.advance(model, segments)
-        seen(state.done, loss, state.leaves["x"])
-        busy("synthesis", state.done, chosen.iterations)
-        if work and state.done % SAVE_EVERY == 0:
-            state.save(work, task)
     if work:
         work.unlink(missing_ok=True)
     provenance = {
         "version": __version__,
         "seed": seed,
         "trajectory": origin,
-        "checkpoints": len(path),
+        "checkpoints": len(checkpoints),
         "config": settings.plain(chosen),
     }
     x, logits = (state.leaves[part].cpu() for part in ("x", "logits"))
@@ -168,10 +171,16 @@ class Work:
     """A synthesis under way: what is learned, its optimisers, and the last state whose loss was sound."""
 
     def __init__(
-        self, config: DynaFedSettings, shape: tuple[int, ...], classes: int, seeds: Seeds, device: torch.device
+        self,
+        config: DynaFedSettings,
+        shape: tuple[int, ...],
+        classes: int,
+        seeds: Seeds,
+        device: torch.device,
+        threads: int = 0,
     ) -> None:
         noise = seeds.rng("synthetic").standard_normal((config.samples, *shape), dtype=np.float32)
-        self.config, self.seeds = config, seeds
+        self.config, self.seeds, self.threads = config, seeds, threads
         self.done = 0
         self.leaves = {
             "x": torch.from_numpy(noise).to(device),
@@ -217,6 +226,7 @@ class Work:
             augment=keyed_augment(config, self.seeds, "inner", self.done),
             loss_scale=loss_scale(config, self.leaves["logits"].shape[1]),
             chunk=config.chunk,
+            threads=self.threads,
         )
         grads = {"x": dx, "logits": dy, "log_lr": dlr * lr}
         if not (loss <= EXPLODED and all(torch.isfinite(grad).all() for grad in grads.values())):
@@ -272,6 +282,7 @@ def automatic_lr(
     shape: tuple[int, ...],
     classes: int,
     check: Callable[[], None] = lambda: None,
+    threads: int = 0,
 ) -> float:
     """The largest inner rate, of a range that holds every sensible one, with which a short trial stays calm.
 
@@ -280,7 +291,7 @@ def automatic_lr(
     """
     device = next(model.parameters()).device
     for lr in sorted(PILOT_RATES, reverse=True):
-        trial = Work(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device)
+        trial = Work(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device, threads)
         trial.set_lr(lr)
         losses = []
         for _ in range(PILOT_ITERATIONS):

@@ -1,0 +1,24 @@
+"""Kernels of our own for the paper's ConvNet: what lies between its convolutions, and its second derivatives."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dynafed.kernels.build import library
+from dynafed.models import Blocks
+
+__all__ = ["use", "users"]
+
+
+def users(module: nn.Module) -> list[Blocks]:
+    """The parts of a network that our kernels can do."""
+    return [part for part in module.modules() if isinstance(part, Blocks) and part.fit_kernels()]
+
+
+def use(module: nn.Module, wanted: bool = True) -> bool:
+    """Let a network run on our kernels or on torch's; returns whether it does run on ours."""
+    parts = users(module)
+    wanted = wanted and bool(parts) and library() is not None
+    for part in parts:
+        part.own_kernels = wanted
+    return wanted

@@ -1,0 +1,117 @@
+"""The one place that decides how work is done: in how many processes and threads, in what portions, by which kernels.
+
+Nothing here changes what is computed. Processes and threads change no bit of it; the portions and the kernels change
+the rounding, so they are decided by the work to be done, never by what the machine happens to be doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from dynafed.config import Config
+    from dynafed.synthesis.settings import DynaFedSettings
+
+WORTH_KERNELS = 1_000_000
+"""Samples times channels to be trained from which compiling our own kernels pays: some seconds of work."""
+PORTION = 50
+"""Synthetic samples that a network of convolutions takes at a time, at most: what lies between its layers is large."""
+PRODUCT = 4
+"""What an inner step costs, there and back, in gradients."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """How a run is executed."""
+
+    workers: int
+    threads: int
+    """Of each worker."""
+    record: bool
+    """Whether training steps are recorded and replayed."""
+    kernels: bool
+    """Whether the ConvNet runs on our own kernels."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.workers} worker(s) with {self.threads} thread(s) each",
+            "steps are recorded when there are many" if self.record else "steps aren't recorded",
+            "our own kernels" if self.kernels else "torch's kernels",
+        ]
+        return ", ".join(parts)
+
+
+def choose(config: Config, module: nn.Module, samples: int) -> Path:
+    """The path of a run that trains this network on `samples` samples of clients in all."""
+    from dynafed import kernels
+    from dynafed.synthesis.settings import DynaFedSettings
+
+    synthesis = 0
+    if "dynafed" in config.used_sections():
+        synthesis = synthesis_work(config.section("dynafed", DynaFedSettings))
+    wanted = {"own": True, "torch": False, "auto": _worth(module, samples + synthesis)}[config.kernels]
+    workers = 1 if config.device != "cpu" else config.workers or cores()
+    return Path(
+        workers=min(workers, config.sampled),
+        threads=config.threads,
+        # Layers with buffers change them in passing, and a recording must change nothing.
+        record=config.record and next(module.buffers(), None) is None,
+        kernels=kernels.use(module, wanted),
+    )
+
+
+@contextlib.contextmanager
+def kernels_for(module: nn.Module, samples: int) -> Iterator[None]:
+    """Our kernels for a network about which nothing has been decided yet, while so many samples go through it."""
+    from dynafed import kernels
+
+    open = [blocks for blocks in kernels.users(module) if blocks.own_kernels is None]
+    if open:
+        kernels.use(module, _worth(module, samples))
+    try:
+        yield
+    finally:
+        for blocks in open:
+            blocks.own_kernels = None
+
+
+def synthesis_work(settings: DynaFedSettings) -> int:
+    """How many samples' gradients a synthesis takes."""
+    return settings.iterations * settings.inner_steps * settings.samples * PRODUCT
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def portion(module: nn.Module, samples: int) -> int:
+    """How many synthetic samples to take at a time: parts of the same size, an even number of them."""
+    if not any(isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) for layer in module.modules()):
+        return samples
+    parts = 2 * -(-samples // (2 * PORTION))
+    return -(-samples // parts)
+
+
+def _worth(module: nn.Module, samples: int) -> bool:
+    from dynafed import kernels
+
+    return samples * max((blocks.width for blocks in kernels.users(module)), default=0) >= WORTH_KERNELS
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let each torch operation run in one thread; there are several of ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,203 @@
+"""Our kernels against torch's, twice differentiated; and when they are used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import tiny
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import dynafed
+from dynafed import Config, kernels, path, record
+from dynafed.engine.plan import Plan
+from dynafed.kernels import build, ops
+from dynafed.models import ConvNetSettings, convnet
+from dynafed.record import Recorder, recorded
+from dynafed.synthesis import DynaFedSettings, matching_gradient, synthesize
+from dynafed.tree import Tree
+
+needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C++ compiler here")
+
+
+def doubles(*shapes: tuple[int, ...]) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def images(count: int, *shape: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    rng = np.random.default_rng(0)
+    x, y = torch.from_numpy(rng.normal(size=(count, *shape)).astype(np.float32)), torch.arange(count) % 3
+    return (x, y), (x[:12], y[:12])
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize("padding", [1, 3])
+def test_the_convolution_and_its_two_derivatives_are_torchs(channels: int, padding: int) -> None:
+    x, weight, bias = doubles((2, channels, 5, 4), (8, channels, 3, 3), (8,))
+    ours = ops.convolution(x, weight, bias, padding)
+    torch.testing.assert_close(ours, torch.conv2d(x, weight, bias, padding=padding))
+    inputs = (x, weight, bias)
+    assert gradcheck(lambda *given: ops.convolution(*given, padding), inputs, fast_mode=True)
+    assert gradgradcheck(lambda *given: ops.convolution(*given, padding), inputs, fast_mode=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [8, 16])
+def test_norm_relu_pool_and_its_two_derivatives_are_torchs(channels: int) -> None:
+    inputs = doubles((2, channels, 4, 6), (channels,), (channels,))
+
+    def ours(z: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return ops.norm_relu_pool(z, gamma, beta, 1e-5)
+
+    z, gamma, beta = inputs
+    torch.testing.assert_close(ours(*inputs), F.avg_pool2d(F.relu(F.group_norm(z, channels, gamma, beta)), 2))
+    assert gradcheck(ours, inputs, fast_mode=True)
+    assert gradgradcheck(ours, inputs, fast_mode=True)
+
+
+def matched(shape: tuple[int, ...], dtype: torch.dtype, own: bool, **how: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    model = convnet(shape, 4, ConvNetSettings(width=16, depth=2)).to(dtype)
+    assert kernels.use(model, own) == own
+    start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    target = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in start.items()}
+    x, y = torch.randn(10, *shape, dtype=dtype), torch.randn(10, 4, dtype=dtype)
+    return matching_gradient(model, start, target, x, y, 0.05, 4, **how)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 8, 8), (3, 10, 10)])
+def test_matching_on_our_kernels_is_the_same(shape: tuple[int, ...], dtype: torch.dtype, close: float) -> None:
+    for ours, theirs in zip(matched(shape, dtype, True), matched(shape, dtype, False), strict=True):
+        assert (ours - theirs).norm() <= close * theirs.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("own", [True, False])
+def test_the_number_of_threads_changes_no_bit_of_the_matching(own: bool) -> None:
+    one, three = (matched((3, 8, 8), torch.float32, own, threads=threads, chunk=3) for threads in (1, 3))
+    assert all(map(torch.equal, one, three))
+
+
+def run(folder: Path, **changes: object) -> Tree:
+    train, test = images(60, 1, 8, 8)
+    given = {"model": "convnet", "convnet.width": 16, "convnet.depth": 2, "kernels": "own", "rounds": 3} | changes
+    result = dynafed.run(tiny().replace(**given), train=train, test=test, out=folder)
+    return {name: tensor.detach() for name, tensor in result.model.state_dict().items()}
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["fedavg", "fedmix", "dynafed"])
+def test_runs_on_our_kernels_have_the_same_bits_however_they_are_executed(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, object] = {"method": method}
+    if method == "dynafed":
+        section = {"trajectory": 2, "segment": 1, "targets": [1], "iterations": 2, "inner_steps": 2, "samples": 6}
+        changes |= {f"dynafed.{key}": value for key, value in section.items()}
+    plain = run(tmp_path / "plain", workers=1, record=False, **changes)
+    monkeypatch.setattr(Recorder.__init__, "__defaults__", (1, True))
+    replays: list[object] = []
+    monkeypatch.setattr(record, "recorded", lambda *given: replays.append(recorded(*given)) or replays[-1])
+    for workers in (1, 2):
+        for name, tensor in run(tmp_path / f"workers-{workers}", workers=workers, **changes).items():
+            assert torch.equal(tensor, plain[name])
+    assert replays
+    assert None not in replays
+    theirs = run(tmp_path / "torch", kernels="torch", **changes)
+    assert any(not torch.equal(tensor, theirs[name]) for name, tensor in plain.items())
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture
+def no_library() -> Iterator[None]:
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    model = convnet((1, 8, 8), 3, ConvNetSettings(width=16, depth=1))
+    assert not kernels.use(model)
+    assert not kernels.use(model)
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_library")
+def test_a_compiler_that_fails_is_no_catastrophe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+    assert build.library() is None
+    assert "don't compile here" in caplog.text
+    assert not list(tmp_path.glob("dynafed/*"))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_library")
+def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.library() is not None
+    (made,) = tmp_path.glob("dynafed/*")
+    written = made.stat().st_mtime_ns
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert made.stat().st_mtime_ns == written
+
+
+@needs_compiler
+def test_it_is_the_work_that_decides(caplog: pytest.LogCaptureFixture) -> None:
+    train, test = images(60, 1, 8, 8)
+    small = tiny().replace(**{"model": "convnet", "convnet.width": 16, "convnet.depth": 2, "rounds": 3})
+
+    def own(config: Config) -> bool:
+        return Plan.make(config, train=train, test=test).path.kernels
+
+    assert not own(small)
+    assert own(small.replace(rounds=100_000))
+    assert own(small.replace(kernels="own"))
+    assert not own(small.replace(rounds=100_000, kernels="torch"))
+    assert own(small.replace(method="dynafed", **{"dynafed.iterations": 10_000}))
+    assert not own(small.replace(kernels="own", **{"convnet.norm": "batch"}))
+    assert not own(small.replace(kernels="own", **{"convnet.width": 12}))
+
+
+@needs_compiler
+def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convnet((1, 8, 8), 3, ConvNetSettings(width=16, depth=1))
+    start = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    walk = [{name: tensor + 0.01 * step for name, tensor in start.items()} for step in range(4)]
+    settings = DynaFedSettings(segment=1, targets=(1,), iterations=1, inner_steps=1, samples=4, inner_lr=0.1)
+    seen: list[bool | None] = []
+
+    def look(*_: object) -> None:
+        seen.append(kernels.users(model)[0].own_kernels)
+
+    synthesize(model, walk, (1, 8, 8), 3, settings, seen=look)
+    monkeypatch.setattr(path, "WORTH_KERNELS", 1)
+    synthesize(model, walk, (1, 8, 8), 3, settings, seen=look)
+    assert set(seen[:2]) == {False}
+    assert set(seen[2:]) == {True}
+    assert kernels.users(model)[0].own_kernels is None
+
+
+def test_other_networks_have_no_part_for_our_kernels() -> None:
+    assert kernels.users(nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU())) == []
+    assert not kernels.use(nn.Linear(3, 2))

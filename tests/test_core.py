@@ -44,6 +44,11 @@ def test_trees_nest_pack_and_digest() -> None:
     copy = tree.clone(one)
     copy["a"].add_(1)
     assert one["a"][0] == 0
+    lying = tree.by_columns({"m": torch.arange(6.0).reshape(2, 3)}, ["m"])
+    twin = tree.twin(lying)
+    assert twin["m"].stride() == lying["m"].stride() == (1, 2)
+    assert torch.equal(twin["m"], lying["m"])
+    assert twin["m"].data_ptr() != lying["m"].data_ptr()
     assert torch.equal(tree.map_tensors(torch.add, one, one)["a"], 2 * one["a"])
 
 
@@ -60,6 +65,8 @@ GOOD = {"w": torch.zeros(2, 3), "n": torch.tensor(1)}
         (GOOD | {"w": torch.zeros(2, 3, dtype=torch.float64)}, "has dtype"),
         (GOOD | {"w": torch.full((2, 3), np.nan)}, "NaN"),
         (GOOD | {"w": torch.full((2, 3), np.inf)}, "infinity"),
+        (GOOD | {"w": torch.tensor([[np.inf, -np.inf, 0.0]] * 2)}, "infinity"),
+        (GOOD | {"w": torch.full((2, 3), 3e38)}, None),  # only their sum is infinite
     ],
 )
 def test_unsound_updates_are_named(model: tree.Tree, words: str | None) -> None:

@@ -35,6 +35,52 @@ def test_a_replay_gives_the_same_bits_for_other_inputs() -> None:
     assert torch.equal(replay(*other)[0], slope(*other)[0])
 
 
+def test_a_replay_tells_apart_what_was_one_tensor_when_it_was_recorded() -> None:
+    x = torch.tensor([1.0, 2.0])
+    replay = recorded(lambda a, b: [a - b], (x, x))
+    assert replay is not None
+    assert replay(x, torch.ones(2))[0].tolist() == [0.0, 1.0]
+
+
+def nothing(*_: object, **__: object) -> None:
+    raise RuntimeError("TorchScript is gone")
+
+
+def other(*_: object, **__: object) -> record.Function:
+    return lambda w, x: [slope(w, x)[0] + 1e-3]
+
+
+@pytest.mark.parametrize(("part", "instead"), [("trace", nothing), ("optimized_execution", nothing), ("trace", other)])
+def test_without_torchscript_the_operations_are_replayed_one_by_one(
+    part: str, instead: record.Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it raises, or gives other bits."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    scripted = recorded(slope, inputs)
+    monkeypatch.setattr(torch.jit, part, instead)
+    plain = recorded(slope, inputs)
+    assert isinstance(scripted, torch.jit.ScriptFunction)
+    assert plain is not None
+    assert not isinstance(plain, torch.jit.ScriptFunction)
+    with torch.inference_mode():
+        found = [replay(*inputs)[0] for replay in (scripted, plain)]
+    assert all(torch.equal(each, slope(*inputs)[0]) for each in found)
+
+
+def test_a_replay_takes_no_other_kernels_however_often_it_is_called() -> None:
+    """TorchScript's optimiser starts after a few calls, and would split a product with a bias in two."""
+    generator = torch.Generator().manual_seed(0)
+    bias, x, w = (torch.randn(shape, generator=generator) for shape in ((128,), (32, 784), (784, 128)))
+    settings = torch._C._get_graph_executor_optimize(), torch._C._jit_set_profiling_mode(True)
+    replay = recorded(lambda *inputs: [torch.addmm(*inputs).relu()], (bias, x, w))
+    assert isinstance(replay, torch.jit.ScriptFunction)
+    assert (torch._C._get_graph_executor_optimize(), torch._C._jit_set_profiling_mode(settings[1])) == settings
+    for _ in range(5):
+        with torch.inference_mode():
+            assert torch.equal(replay(bias, x, w)[0], torch.addmm(bias, x, w).relu())
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -61,6 +107,13 @@ def test_a_recorder_waits_until_recording_pays() -> None:
     assert calls[2] is calls[3] is not None
     assert recorder.tape("other", lambda x: [x + 1], (x,)) is None
     assert pickle.loads(pickle.dumps(recorder)).tapes == {}
+
+
+def test_a_second_recording_is_made_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "AGAIN", 2)
+    recorder, x = Recorder(after=4), torch.ones(2)
+    made = {key: [recorder.tape(key, lambda x: [x + 1], (x,)) is not None for _ in range(4)] for key in "ab"}
+    assert made == {"a": [False, False, False, True], "b": [False, True, True, True]}
 
 
 OURS = [name for name, method in Method.registry.items() if method.__module__.startswith("dynafed.")]

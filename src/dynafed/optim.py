@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynafed.tree import Tree
+
+inference: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+"""What torch.inference_mode is made of, for where its Python counts: `with inference(True)`."""
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
@@ -23,26 +27,36 @@ class Optimizer:
         self.momentum = momentum if name == "momentum" else 0.0
         # The fused kernels go through memory as it lies: a matrix that lies column by column is given transposed.
         self.turned = [_lies_by_columns(parameter) for parameter in params]
-        self.params = self._as_they_lie(params)
+        self.params = self.as_they_lie([parameter.detach() for parameter in params])
         if any(own.data_ptr() != given.data_ptr() for own, given in zip(self.params, params, strict=True)):
             raise ValueError("every parameter must be contiguous, or its transpose")
         self.kept: dict[str, list[Tensor]] = {}
         if name in ("adam", "adamw"):
             self.kept = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
-            self.kept["step"] = [torch.zeros((), device=self.params[0].device)] * len(self.params)
+            step = torch.zeros((), device=self.params[0].device)
+            self.kept["step"] = [step] * len(self.params)  # one number, that all parameters share
+            self.counter: Any = step.numpy() if step.device.type == "cpu" else step  # torch would take 10 us to add 1
         elif self.momentum:
             self.kept["momentum_buffer"] = [torch.zeros_like(p) for p in self.params]
 
-    @torch.no_grad()
     def step(self, grads: Sequence[Tensor]) -> None:
         """Change the parameters by their gradients, given in the same order."""
-        lying = self._as_they_lie(grads)
+        with inference(True):
+            self.step_by(self.as_they_lie(grads))
+
+    def as_they_lie(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters, or gradients in their order, as the kernels take them."""
+        pairs = zip(tensors, self.turned, strict=True)
+        return [(tensor.t() if turned else tensor).contiguous() for tensor, turned in pairs]
+
+    def step_by(self, grads: list[Tensor]) -> None:
+        """A step by gradients that have been through `as_they_lie`; to be called in inference mode."""
         if self.name in ("adam", "adamw"):
             kernel = torch._fused_adam_ if self.name == "adam" else torch._fused_adamw_
-            self.kept["step"][0] += 1  # one number, that all parameters share
+            self.counter += 1
             kernel(
                 self.params,
-                lying,
+                grads,
                 self.kept["exp_avg"],
                 self.kept["exp_avg_sq"],
                 [],
@@ -58,7 +72,7 @@ class Optimizer:
         else:
             torch._fused_sgd_(
                 self.params,
-                lying,
+                grads,
                 self.kept.get("momentum_buffer", []),
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
@@ -87,10 +101,6 @@ class Optimizer:
             if value.shape != own.shape:
                 raise ValueError(f"moment {key} has shape {tuple(value.shape)}: the parameters are in another order")
             own.copy_(value)
-
-    def _as_they_lie(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(tensors, self.turned, strict=True)
-        return [(tensor.t() if turned else tensor).detach().contiguous() for tensor, turned in pairs]
 
 
 def _lies_by_columns(tensor: Tensor) -> bool:

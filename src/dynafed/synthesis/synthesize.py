@@ -86,6 +86,7 @@ def synthesize(
     origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(checkpoints)}))
     task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}"
     state = Work(chosen, shape, classes, Seeds(seed), device, threads)
+    path.keep_freed_memory()
     with path.kernels_for(model, path.synthesis_work(chosen)):
         if not (work and state.load(work, task)):
             seen(0, math.nan, state.leaves["x"])

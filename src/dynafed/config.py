@@ -95,7 +95,7 @@ class Config:
     threads: int = setting(1, "threads of each worker", low=1)
     kernels: str = setting(
         "auto",
-        "what the ConvNet runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
+        "what ConvNet and MLP run on: kernels of our own, compiled here, torch's, or ours if there is much to do",
         choices=("auto", "own", "torch"),
     )
     record: bool = setting(True, "whether training steps are recorded and replayed once there were many")

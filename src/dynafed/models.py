@@ -67,16 +67,36 @@ class Classifier(nn.Module):
         return logits
 
 
-class Blocks(nn.Sequential):
-    """The ConvNet's features: blocks of convolution, norm, ReLU and pooling, then all in a row."""
+class Features(nn.Sequential):
+    """Layers for which there are kernels of our own."""
 
     own_kernels: bool | None = None
     """Whether they run on `dynafed.kernels`; None while nobody has decided."""
 
     @property
     def width(self) -> int:
-        """Channels of every block."""
-        return len(next(self.parameters()))
+        """Channels of every block, or units of every layer."""
+        return len(next(self.parameters(), ()))
+
+    def fit_kernels(self) -> bool:
+        """Whether our kernels can do them."""
+        raise NotImplementedError
+
+
+class Layers(Features):
+    """The MLP's features: linear layers and ReLUs. It is steps of local training that our kernel does, as a whole."""
+
+    def fit_kernels(self) -> bool:
+        """Whether our kernel can do every layer."""
+        from dynafed.kernels.mlp import LANES
+
+        weights = list(self.parameters())
+        fine = (one.device.type == "cpu" and one.dtype == torch.float32 and one.requires_grad for one in weights)
+        return bool(weights) and all(fine) and self.width % LANES == 0
+
+
+class Blocks(Features):
+    """The ConvNet's features: blocks of convolution, norm, ReLU and pooling, then all in a row."""
 
     def fit_kernels(self) -> bool:
         """Whether our kernels can do every block."""
@@ -113,7 +133,7 @@ def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:
     for _ in range(settings.depth):
         layers += [nn.Linear(width, settings.width), nn.ReLU()]
         width = settings.width
-    return Classifier(nn.Sequential(*layers), width, classes)
+    return Classifier(Layers(*layers), width, classes)
 
 
 def convnet(shape: Shape, classes: int, settings: ConvNetSettings) -> Classifier:

@@ -15,6 +15,8 @@ inference: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """What torch.inference_mode is made of, for where its Python counts: `with inference(True)`."""
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Adam's."""
 
 
 class Optimizer:
@@ -62,10 +64,10 @@ class Optimizer:
                 [],
                 self.kept["step"],
                 lr=self.lr,
-                beta1=0.9,
-                beta2=0.999,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
                 weight_decay=self.weight_decay,
-                eps=1e-8,
+                eps=EPS,
                 amsgrad=False,
                 maximize=False,
             )
@@ -107,14 +109,21 @@ def _lies_by_columns(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
 
 
+def orders(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Which samples are seen in batches of `size`: a fresh shuffle every epoch, whose last batch may be short."""
+    while steps > 0:
+        order = rng.permutation(samples)[: steps * size]
+        steps -= -(-len(order) // size)
+        yield order
+
+
+def split(tensors: Sequence[Tensor], order: np.ndarray, size: int) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor in this order, in batches."""
+    index = torch.from_numpy(order).to(tensors[0].device)
+    return zip(*(torch.split(tensor.index_select(0, index), size) for tensor in tensors), strict=True)
+
+
 def batches(tensors: Sequence[Tensor], size: int, steps: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor, step by step: a fresh shuffle every epoch, whose last batch may be short."""
-    done = 0
-    while done < steps:
-        order = torch.from_numpy(rng.permutation(len(tensors[0]))).to(tensors[0].device)
-        shuffled = [torch.split(tensor.index_select(0, order), size) for tensor in tensors]
-        for batch in zip(*shuffled, strict=True):
-            if done == steps:
-                return
-            done += 1
-            yield batch
+    """The same rows of each tensor, step by step."""
+    for order in orders(len(tensors[0]), size, steps, rng):
+        yield from split(tensors, order, size)

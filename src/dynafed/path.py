@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dynafed.synthesis.settings import DynaFedSettings
 
 WORTH_KERNELS = 1_000_000
-"""Samples times channels to be trained from which compiling our own kernels pays: some seconds of work."""
+"""Samples, for a ConvNet times its channels, from which our own kernels are worth their compilation: 10 s or so."""
 PORTION = 50
 """Synthetic samples that a network of convolutions takes at a time, at most: what lies between its layers is large."""
 PRODUCT = 4
@@ -41,7 +41,7 @@ class Path:
     record: bool
     """Whether training steps are recorded and replayed."""
     kernels: bool
-    """Whether the ConvNet runs on our own kernels."""
+    """Whether the network runs on our own kernels."""
 
     def __str__(self) -> str:
         parts = [
@@ -60,7 +60,7 @@ def choose(config: Config, module: nn.Module, samples: int) -> Path:
     synthesis = 0
     if "dynafed" in config.used_sections():
         synthesis = synthesis_work(config.section("dynafed", DynaFedSettings))
-    wanted = {"own": True, "torch": False, "auto": _worth(module, samples + synthesis)}[config.kernels]
+    wanted = {"own": True, "torch": False, "auto": _worth(module, samples, synthesis)}[config.kernels]
     workers = 1 if config.device != "cpu" else config.workers or cores()
     return Path(
         workers=min(workers, config.sampled),
@@ -73,12 +73,12 @@ def choose(config: Config, module: nn.Module, samples: int) -> Path:
 
 @contextlib.contextmanager
 def kernels_for(module: nn.Module, samples: int) -> Iterator[None]:
-    """Our kernels for a network about which nothing has been decided yet, while so many samples go through it."""
+    """Our kernels for a network about which nothing has been decided yet, while it has so many gradients to find."""
     from dynafed import kernels
 
     open = [blocks for blocks in kernels.users(module) if blocks.own_kernels is None]
     if open:
-        kernels.use(module, _worth(module, samples))
+        kernels.use(module, _worth(module, 0, samples))
     try:
         yield
     finally:
@@ -104,10 +104,15 @@ def portion(module: nn.Module, samples: int) -> int:
     return -(-samples // parts)
 
 
-def _worth(module: nn.Module, samples: int) -> bool:
-    from dynafed import kernels
+def _worth(module: nn.Module, trained: int, synthesis: int) -> bool:
+    """Whether there is so much to do: samples in local training, and samples' gradients in a synthesis."""
+    from dynafed import kernels, models
 
-    return samples * max((blocks.width for blocks in kernels.users(module)), default=0) >= WORTH_KERNELS
+    work = [
+        (trained + synthesis) * part.width if isinstance(part, models.Blocks) else trained
+        for part in kernels.users(module)
+    ]
+    return max(work, default=0) >= WORTH_KERNELS
 
 
 @contextlib.contextmanager

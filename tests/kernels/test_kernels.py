@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import dynafed
 from dynafed import Config, kernels, path, record
 from dynafed.engine.plan import Plan
 from dynafed.kernels import build, ops
+from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, convnet
+from dynafed.optim import Optimizer
 from dynafed.record import Recorder, recorded
 from dynafed.synthesis import DynaFedSettings, matching_gradient, synthesize
 from dynafed.tree import Tree
@@ -201,3 +204,69 @@ def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: p
 def test_other_networks_have_no_part_for_our_kernels() -> None:
     assert kernels.users(nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU())) == []
     assert not kernels.use(nn.Linear(3, 2))
+
+
+def layers(sizes: tuple[int, ...]) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    params = []
+    for wide, out in itertools.pairwise(sizes):
+        params += [torch.randn(wide, out, generator=rng).t() / wide**0.5, torch.randn(out, generator=rng)]
+    return params
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(784, 128, 128, 10), (20, 16, 3), (7, 48, 32, 64, 100), (5, 4)])
+@pytest.mark.parametrize(("batch", "name", "decay"), [(1, "adam", 0.0), (13, "adam", 0.1), (32, "adamw", 0.1)])
+def test_the_mlp_takes_torchs_steps(sizes: tuple[int, ...], batch: int, name: str, decay: float) -> None:
+    rng = torch.Generator().manual_seed(1)
+    x, y = torch.randn(40, sizes[0], generator=rng), torch.randint(sizes[-1], (40,), generator=rng)
+    order = np.random.default_rng(0).permutation(40)[:35]
+    params, leaves = layers(sizes), [tensor.clone().requires_grad_() for tensor in layers(sizes)]
+    optimizer = Optimizer(name, params, 0.01, weight_decay=decay)
+    train = MLPTraining(params, optimizer)
+    losses = torch.cat([train(x, y, order, batch), train(x, y, order[:batch], batch)])
+    theirs = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](leaves, 0.01, weight_decay=decay)
+    wanted = []
+    for some in [*torch.split(torch.from_numpy(order), batch), torch.from_numpy(order[:batch])]:
+        z = x[some]
+        for number, (weight, bias) in enumerate(zip(leaves[::2], leaves[1::2], strict=True)):
+            z = F.linear(z.relu() if number else z, weight, bias)
+        loss = F.cross_entropy(z, y[some])
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        wanted.append(loss.detach())
+    torch.testing.assert_close(losses, torch.stack(wanted), rtol=1e-3, atol=1e-4)
+    # Adam makes full steps of gradients that are nothing but rounding: few entries may differ, none by much.
+    apart = torch.cat([(ours - one.detach()).abs().flatten() for ours, one in zip(params, leaves, strict=True)])
+    assert apart.quantile(0.99) < 1e-4 if len(apart) < 100_000 else apart.mean() < 1e-4
+    assert float(optimizer.kept["step"][0]) == len(wanted)
+
+
+@needs_compiler
+def test_the_mlps_kernel_refuses_what_it_would_misread() -> None:
+    rows = [torch.randn(16, 8), torch.randn(16)]
+    with pytest.raises(ValueError, match="by columns"):
+        MLPTraining(rows, Optimizer("adam", rows, 0.1))
+    params = layers((8, 16))
+    train = MLPTraining(params, Optimizer("adam", params, 0.1))
+    for x in (torch.randn(2, 7), torch.randn(8, 2).t()):
+        with pytest.raises(ValueError, match="lie in a row"):
+            train(x, torch.zeros(2, dtype=torch.long), np.arange(2), 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["fedavg", "abavg", "fedprox"])
+def test_the_mlp_trains_on_our_kernel_as_on_torchs(method: str, tmp_path: Path) -> None:
+    changes: dict[str, object] = {"model": "mlp", "mlp.width": 16, "method": method, "local_epochs": 2}
+    if method == "abavg":
+        changes["server_samples"] = 6
+    one, two = (run(tmp_path / str(workers), workers=workers, **changes) for workers in (1, 2))
+    theirs = run(tmp_path / "torch", kernels="torch", **changes)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name])
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
+    watched = run(tmp_path / "watched", workers=1, watch=[0, 1], **changes)
+    assert all(torch.equal(tensor, watched[name]) for name, tensor in one.items())
+    plain = method != "fedprox"  # which corrects gradients
+    assert plain == any(not torch.equal(tensor, theirs[name]) for name, tensor in one.items())

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dynafed import tree
+from dynafed import optim, tree
 from dynafed.engine.plan import Plan
+from dynafed.kernels.mlp import MLPTraining
 from dynafed.methods import Local
+from dynafed.models import Classifier, Layers
 from dynafed.optim import Optimizer, inference
 from dynafed.record import Function
 from dynafed.tree import Tree
 
 CONTEXT = ("start", "buffers", "extras", "memory", "carry", "drawn")
 """The parts of `Local` that are trees."""
+
+
+Training = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
+"""Takes samples, labels, the order in which they are seen and the size of a batch; returns each step's loss."""
+
+
+def training(plan: Plan, params: Tree, local: Local, optimizer: Optimizer) -> Training:
+    """What changes a client's `params` step by step: our kernel, where that does the same, or the method's gradient."""
+    layers = isinstance(plan.module, Classifier) and isinstance(plan.module.features, Layers)
+    plain = not plan.methods.client.overrides("draw", "loss", "adjust") and "exp_avg" in optimizer.kept
+    if plan.path.kernels and layers and plain:
+        return MLPTraining([params[name] for name in plan.trainable], optimizer)
+    return Gradient(plan, params, local, optimizer).epoch
 
 
 class Gradient:
@@ -31,6 +47,10 @@ class Gradient:
         self.tensors = (*params.values(), *self.context.values())
         self.layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.context.items())
         self.tapes: dict[Any, Function] = {}
+
+    def epoch(self, x: Tensor, y: Tensor, order: np.ndarray, batch: int) -> Tensor:
+        """Take a step for each batch of the samples in this order; the losses before each."""
+        return torch.stack([self.step(*some) for some in optim.split((x, y), order, batch)])
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Change `params` by a batch; the loss before."""

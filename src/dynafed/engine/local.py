@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynafed import optim, tree
-from dynafed.engine.gradient import Gradient
+from dynafed.engine.gradient import training
 from dynafed.engine.plan import Plan
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import Finished, Local
@@ -67,15 +67,17 @@ def local_update(
     curve: list[float] = []
     with plan.seeds.torch_seeded("layers", broadcast.round, client):
         local = dataclasses.replace(local, carry=method.begin(local))
-        gradient = Gradient(plan, params, local, optimizer)
-        order = plan.seeds.rng("batches", broadcast.round, client)
-        for batch in optim.batches((x, y), config.batch_size, steps, order):
-            losses.append(gradient.step(*batch))
-            if client in config.watch:
-                curve.append(plan.loss_on(weights, x, y))
+        train = training(plan, params, local, optimizer)
+        shuffle = plan.seeds.rng("batches", broadcast.round, client)
+        for order in optim.orders(len(y), config.batch_size, steps, shuffle):
+            at_once = config.batch_size if client in config.watch else len(order)
+            for start in range(0, len(order), at_once):
+                losses.append(train(x, y, order[start : start + at_once], config.batch_size))
+                if client in config.watch:
+                    curve.append(plan.loss_on(weights, x, y))
         finished = method.finish(tree.clone(params), local) if method.overrides("finish") else Finished()
     # Added one by one in float32, but here: between two steps an addition takes torch about 10 us.
-    total = float(np.add.accumulate(torch.stack(losses).float().cpu().numpy())[-1])
+    total = float(np.add.accumulate(torch.cat(losses).float().cpu().numpy())[-1])
     kept = {"method": finished.memory}
     if config.client_state == "persistent":
         kept["optimizer"] = optimizer.moments()

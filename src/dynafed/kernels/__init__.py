@@ -1,18 +1,21 @@
-"""Kernels of our own for the paper's ConvNet: what lies between its convolutions, and its second derivatives."""
+"""Kernels of our own for the paper's networks.
+
+For the ConvNet: what lies between its convolutions, and its second derivatives. For the MLP: a whole training step.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
 from dynafed.kernels.build import library
-from dynafed.models import Blocks
+from dynafed.models import Features
 
 __all__ = ["use", "users"]
 
 
-def users(module: nn.Module) -> list[Blocks]:
+def users(module: nn.Module) -> list[Features]:
     """The parts of a network that our kernels can do."""
-    return [part for part in module.modules() if isinstance(part, Blocks) and part.fit_kernels()]
+    return [part for part in module.modules() if isinstance(part, Features) and part.fit_kernels()]
 
 
 def use(module: nn.Module, wanted: bool = True) -> bool:

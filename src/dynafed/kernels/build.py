@@ -16,7 +16,8 @@ from pathlib import Path
 
 log = logging.getLogger("dynafed")
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+SOURCES = ("convnet.cpp", "mlp.cpp")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 120
 
 
@@ -25,30 +26,34 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where there is no compiler or it fails; that is said once."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        log.warning("no C++ compiler: the ConvNet runs on torch's own kernels, about half as fast")
+        log.warning("no C++ compiler: networks run on torch's own kernels, which are slower")
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("our kernels don't compile here (%s): the ConvNet runs on torch's own", said.splitlines()[0])
+        log.warning("our kernels don't compile here (%s): networks run on torch's own", said.splitlines()[0])
         return None
 
 
 def _compiled(compiler: str) -> Path:
     """The library's file, made if it isn't there; its name tells source, compiler and processor."""
-    source = resources.files(__package__).joinpath("convnet.cpp").read_bytes()
+    files = resources.files(__package__)
+    sources = {name: files.joinpath(name).read_bytes() for name in SOURCES}
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=True).stdout
-    key = hashlib.blake2b(b"\0".join((source, version, _processor().encode(), *map(str.encode, FLAGS))), digest_size=12)
+    key = hashlib.blake2b(
+        b"\0".join((*sources.values(), version, _processor().encode(), *map(str.encode, FLAGS))), digest_size=12
+    )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
     target = folder / f"kernels-{key.hexdigest()}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            code, made = Path(work) / "convnet.cpp", Path(work) / "kernels.so"
-            code.write_bytes(source)
-            command = [compiler, *FLAGS, "-o", str(made), str(code)]
-            subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=True, text=True)
+            made = Path(work) / "kernels.so"
+            for name, source in sources.items():
+                (Path(work) / name).write_bytes(source)
+            command = [compiler, *FLAGS, "-o", made.name, *sources]
+            subprocess.run(command, cwd=work, capture_output=True, timeout=TIMEOUT, check=True, text=True)
             made.replace(target)  # whoever else compiles it at this moment makes the same
     return target
 

@@ -26,28 +26,29 @@ def crew(count: int) -> Workers:
     return Workers(Plan.make(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
 
 
-def slow_first(common: Tree, number: int) -> int:
+def slow_first(common: Tree, number: int) -> tuple[int, None]:
     time.sleep(0.2 if number == 0 else 0.0)
-    return number
+    return number, None
 
 
-def broken(common: Tree, number: int) -> int:
+def broken(common: Tree, number: int) -> tuple[int, None]:
     if number == 3:
         raise ValueError("three")
-    return number
+    return number, None
 
 
-def deadly(common: Tree, number: int) -> bytes:
+def deadly(common: Tree, number: int) -> tuple[bytes, None]:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return bytes(10_000_000)
+    return bytes(10_000_000), None
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 2, 25])
 def test_results_come_in_the_tasks_order(tasks: int) -> None:
     with crew(3) as workers:
         for _ in range(2):
-            assert list(workers._ordered(slow_first, {}, ((number,) for number in range(tasks)))) == list(range(tasks))
+            results = workers._ordered(slow_first, {}, ((number,) for number in range(tasks)))
+            assert [value for value, _ in results] == list(range(tasks))
 
 
 def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
@@ -64,15 +65,31 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             assert asked <= taken + 6
 
 
-def doubled(common: Tree, sent: bytes) -> bytes:
-    return sent + bytes(common["zeros"].numpy())
+def doubled(common: Tree, sent: bytes) -> tuple[bytes, None]:
+    return sent + bytes(common["zeros"].numpy()), None
 
 
 def test_large_messages_in_both_directions_never_wait_for_each_other() -> None:
     megabytes = bytes(3 * 2**20)
     common = {"zeros": torch.zeros(len(megabytes), dtype=torch.uint8)}
     with crew(2) as workers:
-        assert all(result == 2 * megabytes for result in workers._ordered(doubled, common, [(megabytes,)] * 9))
+        results = workers._ordered(doubled, common, [(megabytes,)] * 9)
+        assert all(value == 2 * megabytes for value, _ in results)
+
+
+def filled(common: Tree, number: int) -> tuple[int, Tree]:
+    time.sleep(0.05 if number % 3 == 0 else 0.0)
+    return number, {name: torch.full_like(tensor, number) for name, tensor in common.items()}
+
+
+def test_models_come_back_whole_though_their_places_are_used_again() -> None:
+    with crew(2) as workers:
+        layout = workers.plan.initial_model()
+        held = list(workers._ordered(filled, layout, ((number,) for number in range(20))))
+    for number, (value, model) in enumerate(held):
+        assert value == number
+        assert model.keys() == layout.keys()
+        assert all(torch.equal(tensor, torch.full_like(layout[name], number)) for name, tensor in model.items())
 
 
 def test_workers_with_several_threads(tmp_path: Path) -> None:

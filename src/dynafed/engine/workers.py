@@ -23,6 +23,7 @@ from dynafed import tree
 from dynafed.engine.evaluate import chunks, evaluate_chunk
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
+from dynafed.engine.shelf import Shelf
 from dynafed.engine.traffic import enrolments
 from dynafed.errors import UserError, WorkerDied
 from dynafed.messages import Broadcast, Update
@@ -44,7 +45,7 @@ class Workers:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.count = plan.path.workers
-        self.crew: dict[Connection, BaseProcess] = {}
+        self.crew: dict[Connection, tuple[BaseProcess, Shelf]] = {}
         self.threads_before = torch.get_num_threads()
 
     def __enter__(self) -> Workers:
@@ -56,9 +57,9 @@ class Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.crew.values():
+        for process, _ in self.crew.values():
             process.kill()
-        for connection, process in self.crew.items():
+        for connection, (process, _) in self.crew.items():
             process.join()
             connection.close()
         torch.set_num_threads(self.threads_before)
@@ -77,11 +78,8 @@ class Workers:
             return
         common = tree.nest({"model": broadcast.model, "extras": tree.nest(broadcast.extras)})
         tasks = ((broadcast.round, client, tree.pack(memory_of(client)), work) for client, work in cohort)
-        for update, model, extras, memory in self._ordered(_train, common, tasks):
-            yield (
-                replace(update, model=tree.unpack(model), extras=tree.unnest(tree.unpack(extras))),
-                tree.unpack(memory),
-            )
+        for (update, extras, memory), model in self._ordered(_train, common, tasks):
+            yield replace(update, model=model, extras=tree.unnest(tree.unpack(extras))), tree.unpack(memory)
 
     def evaluate(self, model: Tree) -> tuple[float, float]:
         """Accuracy and mean loss on the evaluation split."""
@@ -89,11 +87,13 @@ class Workers:
         if not self.crew:
             results: Iterable[tuple[int, float]] = (evaluate_chunk(self.plan, model, *ends) for ends in slices)
         else:
-            results = self._ordered(_evaluate, model, slices)
+            results = (counts for counts, _ in self._ordered(_evaluate, model, slices))
         right, loss = (sum(parts) for parts in zip(*results, strict=True))
         return right / self.plan.evaluation_size(), loss / self.plan.evaluation_size()
 
-    def _ordered(self, function: Callable[..., Any], common: Tree, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    def _ordered(
+        self, function: Callable[..., tuple[Any, Tree | None]], common: Tree, tasks: Iterable[tuple[Any, ...]]
+    ) -> Iterator[tuple[Any, Tree]]:
         """Results of `function(common, *task)` in the tasks' order; only a few wait for their turn.
 
         Each worker has a second task in hand, so that it needn't wait for us.
@@ -104,7 +104,7 @@ class Workers:
         numbered = enumerate(tasks)
         hands = deque([*self.crew] * AHEAD)
         running: dict[Connection, deque[int]] = {connection: deque() for connection in self.crew}
-        done: dict[int, Any] = {}
+        done: dict[int, tuple[Any, Tree]] = {}
         due, sent, more = 0, 0, True
         while True:
             while more and hands and sent < due + (1 + AHEAD) * self.count:
@@ -133,23 +133,27 @@ class Workers:
         except OSError:
             raise self._death(connection) from None
 
-    def _hear(self, connection: Connection) -> Any:
+    def _hear(self, connection: Connection) -> tuple[Any, Tree]:
+        """A result and, if it has one, its model; from now on the worker may use the model's place again."""
         try:
-            fine, value = connection.recv()
+            fine, value, place = connection.recv()
         except (EOFError, OSError):
             raise self._death(connection) from None
         if not fine:
             raise value
-        return value
+        return value, {} if place is None else self.crew[connection][1].take(place)
 
     def _death(self, connection: Connection) -> WorkerDied:
-        process = self.crew[connection]
+        process, _ = self.crew[connection]
         process.join(1)
         return WorkerDied(f"a worker process died (exit code {process.exitcode}); was memory short? try fewer workers")
 
 
-def _hired(plan: Plan) -> tuple[Connection, BaseProcess]:
-    """A worker process and our end of the pipe to it. Nobody else has its end, so that its death is noticed."""
+def _hired(plan: Plan) -> tuple[Connection, tuple[BaseProcess, Shelf]]:
+    """A worker process, and our end of the pipe to it. Nobody else has its end, so that its death is noticed.
+
+    Models come back on a shelf: a pipe holds so little that the worker would have to wait until we have read them.
+    """
     # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
     # system libraries don't survive a fork.
     # Nor does OpenMP, unless the workers have one thread only.
@@ -165,17 +169,18 @@ def _hired(plan: Plan) -> tuple[Connection, BaseProcess]:
         _ = plan.dataset.ready  # all workers share what is there before they are
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(plan, theirs), daemon=True)
+    shelf = Shelf(plan.initial_model(), places=AHEAD)
+    process = context.Process(target=_work, args=(plan, theirs, shelf), daemon=True)
     process.start()
     theirs.close()
-    return ours, process
+    return ours, (process, shelf)
 
 
 _plan: Plan | None = None
 """In a worker process: what it was started with."""
 
 
-def _work(plan: Plan, orders: Connection) -> None:
+def _work(plan: Plan, orders: Connection, shelf: Shelf) -> None:
     """A worker's life: take an order, send back what came of it."""
     _start(plan)
     inbox: SimpleQueue[Any] = SimpleQueue()
@@ -187,9 +192,10 @@ def _work(plan: Plan, orders: Connection) -> None:
             common = tree.unpack(task)
             continue
         try:
-            orders.send((True, function(common, *task)))
+            value, model = function(common, *task)
+            orders.send((True, value, None if model is None else shelf.put(model)))
         except Exception as error:
-            orders.send((False, error))
+            orders.send((False, error, None))
 
 
 def _receive(orders: Connection, inbox: SimpleQueue[Any]) -> None:
@@ -216,15 +222,17 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _train(common: Tree, round: int, client: int, memory: bytes, work: float) -> tuple[Update, bytes, bytes, bytes]:
+def _train(
+    common: Tree, round: int, client: int, memory: bytes, work: float
+) -> tuple[tuple[Update, bytes, bytes], Tree]:
     assert _plan is not None
     parts = tree.unnest(common)
     broadcast = Broadcast(round, parts["model"], tree.unnest(parts.get("extras", {})))
     update, kept = local_update(_plan, broadcast, client, tree.unpack(memory), work)
     bare = replace(update, model={}, extras={})
-    return bare, tree.pack(update.model), tree.pack(tree.nest(update.extras)), tree.pack(kept)
+    return (bare, tree.pack(tree.nest(update.extras)), tree.pack(kept)), update.model
 
 
-def _evaluate(model: Tree, start: int, stop: int) -> tuple[int, float]:
+def _evaluate(model: Tree, start: int, stop: int) -> tuple[tuple[int, float], None]:
     assert _plan is not None
-    return evaluate_chunk(_plan, model, start, stop)
+    return evaluate_chunk(_plan, model, start, stop), None

@@ -5,8 +5,8 @@ Its gradient needs no unrolled graph. With lam = d(distance)/d(th_steps), go bac
 
     dlr -= <g, lam>      dx -= lr * d<g, lam>/dx      dy -= lr * d<g, lam>/dy      lam -= lr * H lam
 
-where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters of each step are kept,
-and every term is a sum over samples, so the set can be taken in chunks.
+where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters of each step and their
+gradient are kept, and every term is a sum over samples, so the set can be taken in chunks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.errors import UserError
+from dynafed.kernels.ops import weight_gradients_known
 from dynafed.path import cores, one_thread, portion
 from dynafed.tree import Tree
 
@@ -83,32 +84,29 @@ class Inner:
 
         return dict(zip(params, map(_total, zip(*self._each_chunk(one, x), strict=True)), strict=True))
 
-    def step(self, params: Tree, x: Tensor, rate: float) -> Tree:
-        """The parameters after one step of gradient descent."""
+    def step(self, params: Tree, x: Tensor, rate: float) -> tuple[Tree, Tree]:
+        """The parameters after one step of gradient descent, and the gradient."""
         grads = self.gradient(params, x)
-        return {name: tensor - rate * grads[name] for name, tensor in params.items()}
+        return {name: tensor - rate * grads[name] for name, tensor in params.items()}, grads
 
     def _each_chunk(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
         return self.each(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
 
-    def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tensor, Tree, Tensor, Tensor]:
-        """<g, direction> and its derivatives with respect to the parameters, the samples and the labels."""
+    def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tree, Tensor, Tensor]:
+        """The derivatives of <g, direction> with respect to the parameters, the samples and the labels."""
 
         def one(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
             loss = self.loss(model, leaves, part, labels)
-            grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-            # The gradient of <grads, direction>, without that product itself.
+            with weight_gradients_known():
+                grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             wanted, along = [*leaves.values(), part, labels], [direction[name] for name in leaves]
             # Some derivatives can be absent: those of a purely linear part of the network, for instance.
-            second = torch.autograd.grad(grads, wanted, along, materialize_grads=True)
-            value = _total((grad.detach() * other).sum() for grad, other in zip(grads, along, strict=True))
-            return value, *second
+            return torch.autograd.grad(grads, wanted, along, materialize_grads=True)
 
-        value, *hessian, by_x, by_labels = zip(*self._each_chunk(one, x), strict=True)
-        curved = dict(zip(params, map(_total, hessian), strict=True))
-        return _total(value), curved, torch.cat(by_x), torch.cat(by_labels)
+        *hessian, by_x, by_labels = zip(*self._each_chunk(one, x), strict=True)
+        return dict(zip(params, map(_total, hessian), strict=True)), torch.cat(by_x), torch.cat(by_labels)
 
 
 @contextlib.contextmanager
@@ -178,13 +176,15 @@ def _there_and_back(
     def seen(batch: Tensor, step: int) -> Tensor:
         return batch if augment is None else augment(batch, step)
 
-    path = [start]
+    path, params = [], start
     for step in range(steps):
         with torch.no_grad():
             batch = seen(x, step)
-        path.append(inner.step(path[-1], batch, rate))
+        after, grads = inner.step(params, batch, rate)
+        path.append((params, grads))
+        params = after
 
-    reached = {name: tensor.requires_grad_() for name, tensor in path.pop().items()}
+    reached = {name: tensor.requires_grad_() for name, tensor in params.items()}
     apart = distance_between(distance, reached, start, target)
     lam = dict(zip(reached, torch.autograd.grad(apart, list(reached.values())), strict=True))
     dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(inner.labels), x.new_zeros(())
@@ -192,12 +192,13 @@ def _there_and_back(
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
             batch = seen(leaf, step)
-        value, hessian, by_x, by_labels = inner.product(path.pop(), batch, lam)
+        params, grads = path.pop()
+        hessian, by_x, by_labels = inner.product(params, batch, lam)
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)
         dx -= rate * by_x
         dlabels -= rate * by_labels
-        dlr -= value
+        dlr -= _total((grads[name] * lam[name]).sum() for name in lam)
         lam = {name: lam[name] - rate * hessian[name] for name in lam}
     return apart.detach(), dx, dlabels, dlr
 

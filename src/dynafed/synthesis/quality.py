@@ -89,7 +89,7 @@ def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, l
         for segment in segments.whole():
             params = segment.start
             for _ in range(config.inner_steps):
-                params = inner.step(params, x, lr)
+                params, _ = inner.step(params, x, lr)
             ends.append(params)
     return ends
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -96,8 +96,8 @@ class Plan:
             plan = cls(config, dataset, partition, server_rows, validation_rows, module)
             # Still under the key: lazy layers get their weights in this first use.
             plan.check_model()
-        _ = plan.path  # from now on the network runs on the kernels that were chosen
-        return plan
+        # What was chosen stays, also for whoever resumes the run with more rounds.
+        return replace(plan, config=config.replace(kernels="own" if plan.path.kernels else "torch"))
 
     @cached_property
     def seeds(self) -> Seeds:

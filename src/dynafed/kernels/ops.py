@@ -178,9 +178,9 @@ class _PooledGradient(_Function):
 def _pooled(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     images, channels, height, width = z.shape
     pooled = _empty(images, channels, height // 2, width // 2, like=z)
-    mean, rstd = z.new_empty(2, images, channels)
+    mean, rstd = z.new_empty(images, channels), z.new_empty(images, channels)
     _call("forward", z, gamma, beta, pooled, mean, rstd, sizes=_sizes(z), eps=eps)
-    return pooled, mean, rstd.clone()
+    return pooled, mean, rstd
 
 
 @torch.library.custom_op("dynafed::pooled_gradient", mutates_args=())

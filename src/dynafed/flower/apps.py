@@ -28,6 +28,7 @@ from dynafed.flower import wire
 from dynafed.flower.fleet import Fleet
 from dynafed.flower.node import Lost, NodeMemory
 from dynafed.flower.settings import config_of, settings_of
+from dynafed.path import keep_freed_memory
 
 log = logging.getLogger("flwr.dynafed")
 
@@ -46,6 +47,7 @@ def make_client_app(setting: Setting) -> ClientApp:
             try:
                 plan, folder = setting(context)
                 torch.set_num_threads(plan.config.threads)
+                keep_freed_memory()
                 content = handle(plan, folder, message, context)
             except (UserError, Lost) as error:
                 log.error("%s", error)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WORTH_KERNELS = 1_000_000
 """Samples, for a ConvNet times its channels, from which our own kernels are worth their compilation: 10 s or so."""
-PORTION = 50
+PORTION = 75
 """Synthetic samples that a network of convolutions takes at a time, at most: what lies between its layers is large."""
 PRODUCT = 4
 """What an inner step costs, there and back, in gradients."""

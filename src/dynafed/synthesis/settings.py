@@ -51,7 +51,7 @@ class DynaFedSettings:
         False, "measure D_syn as the paper's figures do: against real samples, noise, from scratch"
     )
     synthetic: str = setting("", "a synthetic.safetensors to use instead of a synthesis")
-    chunk: int = setting(0, "samples differentiated at a time (0: at most 50 for convolutions, else all)", low=0)
+    chunk: int = setting(0, "samples differentiated at a time (0: at most 75 for convolutions, else all)", low=0)
 
     @classmethod
     def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:

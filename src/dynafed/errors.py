@@ -11,6 +11,11 @@ class WorkerDied(RuntimeError):
     """A process that trains clients ended by itself; the run's state up to the last finished round is saved."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its name if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was stopped from outside after its state was saved; `path` is the folder to resume."""
 

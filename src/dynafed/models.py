@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynafed.errors import UserError
+from dynafed.errors import UserError, first_line
 from dynafed.settings import nearest, setting
 
 if TYPE_CHECKING:
@@ -80,34 +80,30 @@ class Features(nn.Sequential):
 
     def fit_kernels(self) -> bool:
         """Whether our kernels can do them."""
-        raise NotImplementedError
+        from dynafed.kernels.build import CPP, lanes
+
+        first = next(self.parameters(), None)
+        if first is None or first.device.type != "cpu" or first.dtype not in CPP:
+            return False
+        return self.width % lanes(first.dtype) == 0
 
 
 class Layers(Features):
     """The MLP's features: linear layers and ReLUs. It is steps of local training that our kernel does, as a whole."""
 
     def fit_kernels(self) -> bool:
-        """Whether our kernel can do every layer."""
-        from dynafed.kernels.mlp import LANES
-
-        weights = list(self.parameters())
-        fine = (one.device.type == "cpu" and one.dtype == torch.float32 and one.requires_grad for one in weights)
-        return bool(weights) and all(fine) and self.width % LANES == 0
+        """Whether our kernel can do every layer: in single precision."""
+        return super().fit_kernels() and next(self.parameters()).dtype == torch.float32
 
 
 class Blocks(Features):
     """The ConvNet's features: blocks of convolution, norm, ReLU and pooling, then all in a row."""
 
     def fit_kernels(self) -> bool:
-        """Whether our kernels can do every block."""
-        from dynafed.kernels.ops import CPP, lanes
-
-        norms, kernel = list(self)[1::4], next(self.parameters())
-        return (
-            kernel.device.type == "cpu"
-            and kernel.dtype in CPP
-            and self.width % lanes(kernel.dtype) == 0
-            and all(isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels for norm in norms)
+        """Whether our kernels can do every block: with instance norm."""
+        norms = list(self)[1::4]
+        return super().fit_kernels() and all(
+            isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels for norm in norms
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -247,7 +243,7 @@ def check(model: nn.Module, x: Tensor, classes: int) -> None:
     try:
         logits = model(x)
     except Exception as error:  # it is the user's code: whatever it raises is what they need to know
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"the model can't take samples of shape {tuple(x.shape[1:])}: {reason}") from None
     wanted, got = (1, classes), tuple(getattr(logits, "shape", ()))
     if got != wanted:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from dynafed import tree
+from dynafed.errors import first_line
 from dynafed.optim import inference
 from dynafed.tree import Tree
 
@@ -104,7 +105,7 @@ def recorded(function: Function, inputs: Sequence[Tensor]) -> Function | None:
                         return replay
     except Exception as error:
         # It uses something that is no tensor operation, such as random numbers of its own.
-        log.debug("not recorded: %s", _first_line(error))
+        log.debug("not recorded: %s", first_line(error))
     return None
 
 
@@ -116,12 +117,14 @@ def _scripted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function | Non
     try:
         with _kernel_by_kernel(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            script = jit.trace(lambda *tensors: tuple(graph.forward(*tensors)), tuple(inputs), check_trace=False)
+            script: Function = jit.trace(
+                lambda *tensors: tuple(graph.forward(*tensors)), tuple(inputs), check_trace=False
+            )
             script(*inputs)  # only now it is decided how it is run
     except Exception as error:
-        log.debug("not scripted: %s", _first_line(error))
+        log.debug("not scripted: %s", first_line(error))
         return None
-    return script  # type: ignore[no-any-return]
+    return script
 
 
 @contextmanager
@@ -133,10 +136,6 @@ def _kernel_by_kernel() -> Iterator[None]:
             yield
     finally:
         torch._C._jit_set_profiling_mode(profiling)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _simplify(graph: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from dynafed import Config, kernels, path, record
 from dynafed.engine.plan import Plan
 from dynafed.kernels import build, ops
 from dynafed.kernels.mlp import MLPTraining
-from dynafed.models import ConvNetSettings, convnet
+from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.optim import Optimizer
 from dynafed.record import Recorder, recorded
 from dynafed.synthesis import DynaFedSettings, matching_gradient, synthesize
@@ -120,6 +120,23 @@ def test_runs_on_our_kernels_have_the_same_bits_however_they_are_executed(
     assert any(not torch.equal(tensor, theirs[name]) for name, tensor in plain.items())
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-2)
+
+
+def half_frozen(shape: tuple[int, ...], classes: int) -> nn.Module:
+    model = mlp(shape, classes, MLPSettings(width=16))
+    model.head.requires_grad_(False)
+    return model
+
+
+@needs_compiler
+def test_an_mlp_of_which_a_part_is_frozen_trains_the_rest(tmp_path: Path) -> None:
+    train, test = images(60, 1, 8, 8)
+    ends = [
+        dynafed.run(tiny(kernels=kernels), model=half_frozen, train=train, test=test, out=tmp_path / kernels).model
+        for kernels in ("own", "torch")
+    ]
+    for ours, theirs in zip(*(model.state_dict().values() for model in ends), strict=True):
+        assert torch.equal(ours, theirs)  # torch's kernels both times
 
 
 @pytest.fixture

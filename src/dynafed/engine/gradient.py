@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynafed import optim, tree
 from dynafed.engine.plan import Plan
@@ -29,11 +29,21 @@ Training = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
 
 def training(plan: Plan, params: Tree, local: Local, optimizer: Optimizer) -> Training:
     """What changes a client's `params` step by step: our kernel, where that does the same, or the method's gradient."""
-    layers = isinstance(plan.module, Classifier) and isinstance(plan.module.features, Layers)
     plain = not plan.methods.client.overrides("draw", "loss", "adjust") and "exp_avg" in optimizer.kept
-    if plan.path.kernels and layers and plain:
+    if plan.path.kernels and plain and _is_whole_mlp(plan.module):
         return MLPTraining([params[name] for name in plan.trainable], optimizer)
     return Gradient(plan, params, local, optimizer).epoch
+
+
+def _is_whole_mlp(module: nn.Module) -> bool:
+    """Whether it is our MLP as it is, with nothing frozen or replaced."""
+    return (
+        type(module) is Classifier
+        and isinstance(module.features, Layers)
+        and type(module.head) is nn.Linear
+        and all(parameter.requires_grad for parameter in module.parameters())
+        and len(list(module.parameters())) == 2 * sum(type(layer) is nn.Linear for layer in module.modules())
+    )
 
 
 class Gradient:

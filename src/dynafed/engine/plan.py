@@ -132,10 +132,9 @@ class Plan:
     def path(self) -> Path:
         """How the run is executed."""
         config = self.config
-        passes = config.local_steps * config.batch_size or config.local_epochs * len(self.partition.indices) // len(
-            self.partition
-        )
-        return choose(config, self.module, config.rounds * config.sampled * passes)
+        epoch = len(self.partition.indices) // len(self.partition)
+        seen = config.local_steps * config.batch_size or config.local_epochs * epoch
+        return choose(config, self.module, config.rounds * config.sampled * seen)
 
     @cached_property
     def recorder(self) -> Recorder:

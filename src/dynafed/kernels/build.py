@@ -1,4 +1,4 @@
-"""Our own kernels: compiled once with the machine's C++ compiler, kept in the user's cache, called without torch."""
+"""Our own kernels: compiled once with the machine's C++ compiler, kept in the user's cache, called by address."""
 
 from __future__ import annotations
 
@@ -13,12 +13,35 @@ import subprocess
 import tempfile
 from importlib import resources
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 log = logging.getLogger("dynafed")
 
 SOURCES = ("convnet.cpp", "mlp.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 120
+CPP = {torch.float32: "float", torch.float64: "double"}
+"""What the kernels compute with."""
+
+
+def lanes(dtype: torch.dtype) -> int:
+    """The kernels take channels or units by so many."""
+    return 64 // dtype.itemsize
+
+
+def function(name: str) -> Any:
+    """One of the kernels, for whoever has made sure that they are there."""
+    kernels = library()
+    assert kernels is not None
+    return getattr(kernels, name)
+
+
+def address(tensor: Tensor) -> ctypes.c_void_p:
+    """A tensor as a kernel takes it."""
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 @functools.cache

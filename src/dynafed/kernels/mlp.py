@@ -9,11 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynafed.kernels.build import library
+from dynafed.kernels.build import address, function
 from dynafed.optim import BETAS, EPS, Optimizer
-
-LANES = 16
-"""Hidden layers must have a multiple of so many units."""
 
 
 class MLPTraining:
@@ -23,9 +20,7 @@ class MLPTraining:
     """
 
     def __init__(self, params: Sequence[Tensor], optimizer: Optimizer) -> None:
-        kernels = library()
-        assert kernels is not None
-        self.function, self.optimizer = kernels.mlp_train, optimizer
+        self.function, self.optimizer = function("mlp_train"), optimizer
         weights = params[::2]
         if not all(weight.t().is_contiguous() for weight in weights):
             raise ValueError("the weights must lie by columns")
@@ -47,7 +42,8 @@ class MLPTraining:
         losses = torch.empty(steps)
         order = np.ascontiguousarray(order, np.int64)
         self.function(
-            *map(_address, (x, y)),
+            address(x),
+            address(y),
             order.ctypes.data_as(ctypes.c_void_p),
             ctypes.c_int64(len(order)),
             ctypes.c_int64(batch),
@@ -57,11 +53,7 @@ class MLPTraining:
             ctypes.c_int64(int(optimizer.counter)),
             *map(ctypes.c_double, (optimizer.lr, *BETAS, EPS, optimizer.weight_decay)),
             ctypes.c_int64(optimizer.name == "adamw"),
-            _address(losses),
+            address(losses),
         )
         optimizer.counter += steps
         return losses
-
-
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())

@@ -18,12 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dynafed.kernels.build import library
+from dynafed.kernels.build import CPP, address, function, lanes
 
-CPP = {torch.float32: "float", torch.float64: "double"}
 FEW = (1, 3)
 """Channels of images whose gradient torch finds at a tenth of its usual speed."""
-
 
 _known = threading.local()
 
@@ -36,11 +34,6 @@ def weight_gradients_known() -> Iterator[None]:
         yield
     finally:
         _known.weight_gradients = False
-
-
-def lanes(dtype: torch.dtype) -> int:
-    """The kernels take channels by so many."""
-    return 64 // dtype.itemsize
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
@@ -218,11 +211,8 @@ def _image_gradient(g: Tensor, weights: Tensor, padding: int, shape: list[int]) 
 
 
 def _call(name: str, *tensors: Tensor, sizes: tuple[int, ...], eps: float | None = None) -> None:
-    kernels = library()
-    assert kernels is not None
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     rest = [ctypes.c_int64(size) for size in sizes] + ([ctypes.c_double(eps)] if eps is not None else [])
-    getattr(kernels, f"{name}_{CPP[tensors[0].dtype]}")(*pointers, *rest)
+    function(f"{name}_{CPP[tensors[0].dtype]}")(*map(address, tensors), *rest)
 
 
 def _sizes(z: Tensor) -> tuple[int, ...]:

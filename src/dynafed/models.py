@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,13 +111,11 @@ class Blocks(Features):
         if not self.own_kernels:
             plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
             return plain
-        from dynafed.kernels.ops import convolution, norm_relu_pool
+        from dynafed.kernels.ops import block
 
-        *layers, flatten = self
-        for convolve, norm, relu, pool in zip(*[iter(layers)] * 4, strict=True):
-            x = convolution(x, convolve.weight, convolve.bias, convolve.padding[0])
-            odd = x.shape[2] % 2 or x.shape[3] % 2
-            x = pool(relu(norm(x))) if odd else norm_relu_pool(x, norm.weight, norm.bias, norm.eps)
+        *layers, flatten = cast(Iterable[Any], self)
+        for convolve, norm in zip(layers[::4], layers[1::4], strict=True):
+            x = block(x, convolve.weight, convolve.bias, norm.weight, norm.bias, convolve.padding[0], norm.eps)
         flat: Tensor = flatten(x)
         return flat
 

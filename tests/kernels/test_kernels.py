@@ -66,6 +66,26 @@ def test_norm_relu_pool_and_its_two_derivatives_are_torchs(channels: int) -> Non
     assert gradgradcheck(ours, inputs, fast_mode=True)
 
 
+@needs_compiler
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize(("size", "padding"), [((4, 6), 1), ((6, 10), 3), ((5, 4), 1)])
+@pytest.mark.parametrize("by_image", [True, False])
+def test_a_block_and_its_two_derivatives_are_torchs(
+    channels: int, size: tuple[int, int], padding: int, by_image: bool
+) -> None:
+    inputs = doubles((2, channels, *size), (16, channels, 3, 3), (16,), (16,), (16,))
+    inputs[0].requires_grad_(by_image)
+
+    def ours(*given: Tensor) -> Tensor:
+        return ops.block(*given, padding)
+
+    x, weight, bias, gamma, beta = inputs
+    z = torch.conv2d(x, weight, bias, padding=padding)
+    torch.testing.assert_close(ours(*inputs), F.avg_pool2d(F.relu(F.group_norm(z, 16, gamma, beta)), 2))
+    assert gradcheck(ours, inputs, fast_mode=True)
+    assert gradgradcheck(ours, inputs, fast_mode=True)
+
+
 def matched(shape: tuple[int, ...], dtype: torch.dtype, own: bool, **how: int) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     model = convnet(shape, 4, ConvNetSettings(width=16, depth=2)).to(dtype)

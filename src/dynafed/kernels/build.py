@@ -39,9 +39,9 @@ def function(name: str) -> Any:
     return getattr(kernels, name)
 
 
-def address(tensor: Tensor) -> ctypes.c_void_p:
-    """A tensor as a kernel takes it."""
-    return ctypes.c_void_p(tensor.data_ptr())
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """A tensor as a kernel takes it, or that there is none."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 @functools.cache

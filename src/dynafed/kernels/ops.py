@@ -1,8 +1,8 @@
-"""The ConvNet's two operations on images that lie channels last, differentiable twice without a detour.
+"""The ConvNet's blocks on images that lie channels last, differentiable twice without a detour.
 
 Torch's own second derivative of a convolution convolves with kernels as large as the images, and that of a norm takes
 dozens of trips through memory. Here, each derivative of a convolution is one of the three products that every library
-has (forward, by input, by weight), and norm, ReLU and pooling are one kernel.
+has (forward, by input, by weight), and norm, ReLU and pooling are one kernel; the first block is one kernel as a whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dynafed.kernels.build import CPP, address, function, lanes
+from dynafed.kernels.build import CPP, address, function
 
 FEW = (1, 3)
-"""Channels of images whose gradient torch finds at a tenth of its usual speed."""
+"""Channels of images for which there is a kernel for a whole block; torch's convolutions are slow with so few."""
 
 _known = threading.local()
 
@@ -34,6 +34,19 @@ def weight_gradients_known() -> Iterator[None]:
         yield
     finally:
         _known.weight_gradients = False
+
+
+def block(
+    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float = 1e-5
+) -> Tensor:
+    """A 3x3 convolution of stride 1, instance norm, ReLU and 2x2 average pooling."""
+    if any((side + 2 * padding) % 2 for side in x.shape[2:]):
+        z = convolution(x, weight, bias, padding)
+        return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
+    if x.shape[1] in FEW:
+        pooled: Tensor = _First.of(_last(x), weight, bias, gamma, beta, padding, eps)
+        return pooled
+    return norm_relu_pool(convolution(x, weight, bias, padding), gamma, beta, eps)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
@@ -124,11 +137,6 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, padding: int) -> tupl
 
 
 def _input_gradient(g: Tensor, weight: Tensor, padding: int, shape: torch.Size) -> Tensor:
-    if shape[1] in FEW:
-        taps = weight.permute(0, 2, 3, 1).flatten(1)
-        taps = F.pad(taps, (0, -taps.shape[1] % lanes(g.dtype)))
-        few: Tensor = torch.ops.dynafed.image_gradient(g, taps, padding, shape)
-        return few
     like = torch.empty(shape, dtype=g.dtype, memory_format=torch.channels_last)
     return _products(g, like, weight, padding, (True, False, False))[0]
 
@@ -167,6 +175,131 @@ class _PooledGradient(_Function):
         return by_dp, by_z, None, None, by_gamma, None
 
 
+class _First(_Function):
+    """A block on images of few channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float
+    ) -> Any:
+        pooled, mean, rstd = torch.ops.dynafed.first(x, _taps(weight), bias, gamma, beta, padding, eps)
+        ctx.save_for_backward(x, weight, bias, gamma, beta, mean, rstd)
+        ctx.padding = padding
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[0]
+        return *_FirstGradient.of(_last(dp), *ctx.saved_tensors, ctx.padding, wanted), None, None
+
+
+class _FirstGradient(_Function):
+    @staticmethod
+    def forward(ctx: Any, dp: Tensor, *given: Any) -> Any:
+        *tensors, ctx.padding, wanted = given
+        x, weight, bias, gamma, beta, mean, rstd = tensors
+        ctx.save_for_backward(dp, *tensors)
+        ctx.set_materialize_grads(False)
+        if getattr(_known, "weight_gradients", False):
+            return None, *map(torch.zeros_like, (weight, bias, gamma, beta))
+        dx, taps, *rest = torch.ops.dynafed.first_gradient(
+            dp, x, _taps(weight), bias, gamma, beta, mean, rstd, ctx.padding, wanted
+        )
+        return dx if wanted else None, _untapped(taps), *rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, vx: Tensor | None, *along: Tensor | None) -> Any:
+        dp, x, weight, bias, gamma, beta, mean, rstd = ctx.saved_tensors
+        given = zip(along, (weight, bias, gamma, beta), strict=True)
+        vw, vb, u, s = (torch.zeros_like(like) if one is None else one for one, like in given)
+        by_dp, by_x, taps, by_bias, by_gamma = torch.ops.dynafed.first_gradient_gradient(
+            None if vx is None else _last(vx),
+            _taps(vw),
+            vb,
+            u,
+            s,
+            dp,
+            x,
+            _taps(weight),
+            bias,
+            gamma,
+            beta,
+            mean,
+            rstd,
+            ctx.padding,
+            ctx.needs_input_grad[1],
+        )
+        by_x = by_x if ctx.needs_input_grad[1] else None
+        return by_dp, by_x, _untapped(taps), by_bias, by_gamma, None, None, None, None, None
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """A convolution's weights as the kernels of the first block take them: row, column, channel, output."""
+    return weight.permute(2, 3, 1, 0).contiguous()
+
+
+def _untapped(taps: Tensor) -> Tensor:
+    return taps.permute(3, 2, 0, 1).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("dynafed::first", mutates_args=())
+def _first(
+    x: Tensor, taps: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    images, _, height, width = x.shape
+    mean, rstd = (x.new_empty(images, len(bias)) for _ in range(2))
+    pooled = _empty(images, len(bias), (height + 2 * padding - 2) // 2, (width + 2 * padding - 2) // 2, like=x)
+    sizes = _few_sizes(x, bias, padding)
+    _call("first_forward", x, taps, bias, gamma, beta, pooled, mean, rstd, sizes=sizes, eps=eps)
+    return pooled, mean, rstd
+
+
+@torch.library.custom_op("dynafed::first_gradient", mutates_args=())
+def _first_gradient(
+    dp: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    padding: int,
+    image: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx = _empty(*x.shape, like=x) if image else x.new_empty(0)
+    found = tuple(map(torch.zeros_like, (taps, bias, gamma, beta)))
+    given = (dp, x, taps, bias, mean, rstd, gamma, beta, dx if image else None)
+    _call("first_backward", *given, *found, sizes=_few_sizes(x, bias, padding))
+    return dx, *found  # type: ignore[return-value]
+
+
+@torch.library.custom_op("dynafed::first_gradient_gradient", mutates_args=())
+def _first_gradient_gradient(
+    vx: Tensor | None,
+    vtaps: Tensor,
+    vb: Tensor,
+    u: Tensor,
+    s: Tensor,
+    dp: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    padding: int,
+    image: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    by_dp, by_x = torch.empty_like(dp), _empty(*x.shape, like=x) if image else x.new_empty(0)
+    found = tuple(map(torch.zeros_like, (taps, bias, gamma)))
+    given = (vx, vtaps, vb, u, s, dp, x, taps, bias, mean, rstd, gamma, beta, by_dp, by_x if image else None)
+    _call("first_twice", *given, *found, sizes=_few_sizes(x, bias, padding))
+    return by_dp, by_x, *found  # type: ignore[return-value]
+
+
 @torch.library.custom_op("dynafed::pooled", mutates_args=())
 def _pooled(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     images, channels, height, width = z.shape
@@ -202,22 +335,20 @@ def _pooled_gradient_gradient(
     return by_dp, by_z, by_gamma
 
 
-@torch.library.custom_op("dynafed::image_gradient", mutates_args=())
-def _image_gradient(g: Tensor, weights: Tensor, padding: int, shape: list[int]) -> Tensor:
-    images, channels, height, width = shape
-    dx = _empty(*shape, like=g)
-    _call("image", g, weights, dx, sizes=(images, height, width, g.shape[1], padding, channels))
-    return dx
-
-
-def _call(name: str, *tensors: Tensor, sizes: tuple[int, ...], eps: float | None = None) -> None:
+def _call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], eps: float | None = None) -> None:
     rest = [ctypes.c_int64(size) for size in sizes] + ([ctypes.c_double(eps)] if eps is not None else [])
-    function(f"{name}_{CPP[tensors[0].dtype]}")(*map(address, tensors), *rest)
+    kind = next(CPP[tensor.dtype] for tensor in tensors if tensor is not None)
+    function(f"{name}_{kind}")(*map(address, tensors), *rest)
 
 
 def _sizes(z: Tensor) -> tuple[int, ...]:
     images, channels, height, width = z.shape
     return images, height, width, channels
+
+
+def _few_sizes(x: Tensor, bias: Tensor, padding: int) -> tuple[int, ...]:
+    images, channels, height, width = x.shape
+    return images, height, width, channels, len(bias), padding
 
 
 def _empty(*shape: int, like: Tensor) -> Tensor:

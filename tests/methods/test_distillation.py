@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from by_hand import plan_for, sent
 
 from dynafed import tree
+from dynafed.distillation import distil
 from dynafed.engine import plan as plan_module
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
 from dynafed.messages import Update
 from dynafed.methods import Mean, Refined, Server
 from dynafed.methods.abavg import ByAccuracy
-from dynafed.methods.feddf import distil
 from dynafed.tree import Tree
 
 MANY: dict[str, Any] = {"server_samples": 80, "local_steps": 30, "lr": 0.1}

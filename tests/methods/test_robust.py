@@ -11,7 +11,7 @@ from problems import tiny
 
 from dynafed import UserError
 from dynafed.messages import Update
-from dynafed.methods.robust import krum_scores
+from dynafed.methods.krum import krum_scores
 from dynafed.tree import Tree
 
 VALUES = [1.0, 2.0, 4.0, 5.0, 100.0]

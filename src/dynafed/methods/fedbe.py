@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from dynafed import tree
+from dynafed.distillation import distil
 from dynafed.methods.base import Method, Needs, Refined, Server
 from dynafed.methods.fedavg import Mean
-from dynafed.methods.feddf import distil
 from dynafed.settings import setting
 from dynafed.tree import Tree
 

@@ -6,26 +6,15 @@ Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from dynafed import optim, tree
+from dynafed import tree
+from dynafed.distillation import LOOK_EVERY, distil
 from dynafed.methods.base import Method, Needs, Refined, Server
-from dynafed.record import slopes
 from dynafed.settings import setting
 from dynafed.tree import Tree
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
-
-LOOK_EVERY = 20
-"""Steps between two looks at how the distillation gets on."""
 
 
 @dataclass(frozen=True)
@@ -88,41 +77,3 @@ class FedDF(Method):
                     break
         result, taken = (kept, best_step) if chosen.validate else (student, done)
         return Refined(tree.to(tree.clone(result), "cpu"), state, {"distillation_steps": taken})
-
-
-def distil(
-    name: str,
-    model: Tree,
-    targets: Tensor,
-    server: Server,
-    *,
-    optimizer: str,
-    batch_size: int,
-    steps: int,
-    rate: Callable[[int], float],
-) -> Iterator[tuple[int, Tree]]:
-    """Train a copy of `model` to give the class probabilities `targets` on the server's samples.
-
-    After each step comes how many are done, and the student's weights as they are at that moment. `rate` is the
-    learning rate at each step, the first being 0.
-    """
-    plan = server.plan
-    x, _ = plan.server_data()
-    student = tree.by_columns(tree.to(tree.clone(model), plan.device), plan.matrices)
-    taught = optim.Optimizer(optimizer, [student[name] for name in plan.trainable], rate(0))
-    gradients = slopes(plan.recorder, name, partial(_divergence, plan), student, plan.trainable)
-    order = optim.batches((x, targets), batch_size, steps, plan.seeds.rng(name, server.round))
-    with plan.seeds.torch_seeded(name, server.round):
-        for step, (batch, wanted) in enumerate(order):
-            plan.module.train()
-            taught.lr = rate(step)
-            taught.step(gradients(batch, wanted))
-            if step % LOOK_EVERY == 0:
-                server.host.check()
-                server.host.busy("distillation", step, steps)
-            yield step + 1, student
-
-
-def _divergence(plan: Plan, weights: Tree, x: Tensor, targets: Tensor) -> Tensor:
-    """From the targets to what the network says, the mean over a batch."""
-    return F.kl_div(plan.forward(weights, x).log_softmax(1), targets, reduction="batchmean")

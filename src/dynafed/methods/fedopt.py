@@ -1,6 +1,5 @@
 """Server optimisers: the way from the old global model to the clients' average is a gradient to step along.
 
-Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, 2019.
 Reddi et al., Adaptive Federated Optimization, ICLR 2021.
 """
 
@@ -19,14 +18,6 @@ from dynafed.tree import Tree, map_tensors, nest, only, unnest
 
 if TYPE_CHECKING:
     from dynafed.engine.plan import Plan
-
-
-@dataclass(frozen=True)
-class MomentumSettings:
-    """Section `fedavgm`."""
-
-    lr: float = setting(1.0, "of the server", above=0)
-    momentum: float = setting(0.9, "how much of the last step goes on", low=0, high=1)
 
 
 @dataclass(frozen=True)
@@ -75,25 +66,6 @@ class ServerOptimizer(Method):
     def step(self, delta: Tensor, moments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The direction of one tensor's step, and its new moments."""
         raise NotImplementedError
-
-
-class FedAvgM(ServerOptimizer):
-    """v = momentum * v + delta; w = w_old + lr * v."""
-
-    name = "fedavgm"
-    summary = "server momentum"
-    citation = "Hsu, Qi and Brown, arXiv:1909.06335, 2019"
-    Settings = MomentumSettings
-    settings: MomentumSettings
-
-    def moments(self) -> dict[str, float]:
-        """The velocity."""
-        return {"v": 0.0}
-
-    def step(self, delta: Tensor, moments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Along the velocity."""
-        velocity = self.settings.momentum * moments["v"] + delta
-        return velocity, {"v": velocity}
 
 
 class FedAdam(ServerOptimizer):

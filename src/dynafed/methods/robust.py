@@ -1,7 +1,6 @@
 """Averages that a few wrong clients can't move far; each takes the mean's place.
 
-Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018 (median, trimmed mean).
-Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017 (Krum).
+Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from dynafed.messages import Update
 from dynafed.methods.base import Combiner, Method, Needs
-from dynafed.methods.fedavg import Mean
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors
 
@@ -86,44 +84,10 @@ class TrimmedMean(Robust):
 
     def combiner(self, plan: Plan) -> Combiner:
         """Leave out a share at either end, but never all."""
-        return Gathered(lambda models: trimmed(models, _part(self.settings.share, len(models), spare=1)))
+        return Gathered(lambda models: trimmed(models, part(self.settings.share, len(models), spare=1)))
 
 
-@dataclass(frozen=True)
-class KrumSettings:
-    """Section `krum`."""
-
-    share: float = setting(0.1, "of the clients assumed to be wrong, rounded up", low=0, high=0.5)
-    keep: int = setting(1, "models with the best scores that are averaged; more than one is Multi-Krum", low=1)
-
-
-class Krum(Robust):
-    """The model that is nearest to its nearest neighbours.
-
-    With n models of which f are assumed wrong, a model's score is the sum of its squared distances to the n - f - 2
-    others nearest to it. Krum needs n > 2f + 2; with fewer models, f is what n allows.
-    """
-
-    name = "krum"
-    summary = "the one model (or the few) closest to the others in the average's place"
-    citation = "Blanchard et al., NeurIPS 2017"
-    Settings = KrumSettings
-    settings: KrumSettings
-
-    def combiner(self, plan: Plan) -> Combiner:
-        """Choose by distance over the trainable parameters; buffers come along."""
-        return Gathered(lambda models: self._chosen(models, plan.trainable))
-
-    def _chosen(self, models: list[Tree], trainable: Sequence[str]) -> Tree:
-        wrong = _part(self.settings.share, len(models), spare=3)
-        scores = krum_scores([torch.cat([model[name].flatten() for name in trainable]) for model in models], wrong)
-        mean = Mean("uniform")
-        for index in sorted(range(len(models)), key=scores.__getitem__)[: self.settings.keep]:
-            mean.add_tree(models[index])
-        return mean.result()
-
-
-def _part(share: float, models: int, spare: int) -> int:
+def part(share: float, models: int, spare: int) -> int:
     """A share of the models, rounded up, of which twice as many can be missed while `spare` are left."""
     return min(math.ceil(share * models), max(0, (models - spare) // 2))
 
@@ -136,13 +100,3 @@ def trimmed(models: list[Tree], cut: int) -> Tree:
         return (middle if values[0].is_floating_point() else middle.round()).to(values[0].dtype)
 
     return map_tensors(combine, *models)
-
-
-def krum_scores(points: list[Tensor], wrong: int) -> list[float]:
-    """Each point's sum of squared distances to the n - wrong - 2 other points nearest to it (at least one)."""
-    near = max(1, len(points) - wrong - 2)
-    flat = torch.stack(points).to(torch.float64)
-    squares = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").square()
-    # A point's distance to itself, zero, sorts first.
-    scores: list[float] = squares.sort(1).values[:, 1 : near + 1].sum(1).tolist()
-    return scores

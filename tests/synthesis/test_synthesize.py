@@ -231,6 +231,33 @@ def test_fine_tuning_by_hand(case: Any) -> None:
     assert tree.digest(one) == tree.digest(same) != tree.digest(later)
 
 
+class Scaled(nn.Module):
+    """A ConvNet whose output a buffer scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = convnet((1, 8, 8), 4, ConvNetSettings(width=8, depth=1))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x) * self.scale
+        return out
+
+
+@pytest.mark.parametrize("batch", [0, 30])
+def test_fine_tuning_in_threads_has_the_same_bits_and_the_given_buffers(batch: int) -> None:
+    model = seeded(Scaled)
+    rng = torch.Generator().manual_seed(0)
+    made = Synthetic(torch.randn(100, 1, 8, 8, generator=rng), torch.randn(100, 4, generator=rng), 0.1)
+    config = DynaFedSettings(finetune_steps=3, finetune_batch=batch, finetune_optimizer="sgd", finetune_lr=0.1)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    one, three = (finetune(model, weights, made, config, Seeds(0), 1, threads) for threads in (1, 3))
+    assert tree.digest(one) == tree.digest(three) != tree.digest(weights)
+    still = finetune(model, weights | {"scale": torch.tensor(0.0)}, made, config, Seeds(0), 1)
+    assert all(torch.equal(still[name], weights[name]) for name in weights if name != "scale")
+    assert still["scale"] == 0
+
+
 def test_bits_do_not_depend_on_log_level(case: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, path = case
     caplog.set_level(logging.INFO, "dynafed")

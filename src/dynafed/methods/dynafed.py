@@ -50,7 +50,7 @@ class Task:
     classes: int
     seeds: Seeds
     threads: int = 0
-    """That share the synthesis (0: one a core)."""
+    """That share the synthetic samples (0: one a core)."""
     measure: Callable[[Segments, Synthetic], Quality] | None = None
     """Takes the paper's measures of a new D_syn, where there are real samples to compare with."""
 
@@ -88,7 +88,7 @@ class Algorithm:
         metrics: dict[str, Any] = {}
         if ready and since > 0:
             synthetic = Synthetic.from_tree(parts["synthetic"])
-            model = finetune(task.module, model, synthetic, self.settings, task.seeds, round)
+            model = finetune(task.module, model, synthetic, self.settings, task.seeds, round, task.threads)
         if not self.settings.synthetic and (again or not ready):
             parts["trajectory"], length = self._recorded(parts.get("trajectory", {}), model, round)
             if length == self.length and (not ready or since % again == 0):

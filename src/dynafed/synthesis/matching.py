@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,10 +70,12 @@ class Inner:
     """Samples that are differentiated at a time."""
     each: Callable[..., Iterable[Any]] = map
     """Applies a function to the chunks; the results come in their order."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """What stands in the place of the network's own buffers."""
 
     def loss(self, model: nn.Module, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
         """A chunk's share of the loss."""
-        return soft_cross_entropy(functional_call(model, params, (x,)), labels) * self.scale
+        return soft_cross_entropy(functional_call(model, {**self.buffers, **params}, (x,)), labels) * self.scale
 
     def gradient(self, params: Tree, x: Tensor) -> Tree:
         """The loss's gradient with respect to the parameters."""

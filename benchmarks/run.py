@@ -3,7 +3,7 @@
     python benchmarks/run.py                                    everything but the slow w3
     python benchmarks/run.py w1 s1 --repeats 7
     python benchmarks/run.py w2 --peers fedjax,flower
-    python benchmarks/run.py w3 --repeats 3                     says so in its table
+    python benchmarks/run.py w3 --per-round 4                   an eighth of the round; its table says so
     python benchmarks/run.py table                              only RESULTS.md, from what was measured
 
 Each section writes its JSON as soon as it is done, and the table is made anew from all of them.
@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", default=DEFAULT, choices=(*SECTIONS, "table"), metavar="section")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
     parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
+    parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w3, to scale it down")
     parser.add_argument("--malloc", action="store_true", help="give all sides glibc's settings against page faults")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--out", type=Path, help="folder for the results, if not the committed one")
@@ -42,6 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     peers = tuple(name for name in given.peers.split(",") if name)
     if unknown := set(peers) - set(rounds.NAMES):
         parser.error(f"unknown peers {', '.join(sorted(unknown))}: there are {', '.join(rounds.NAMES)}")
+    if given.per_round is not None and given.per_round < 1:
+        parser.error("--per-round must be at least 1")
     if given.toy and not given.out:
         parser.error("--toy measures nothing: say with --out where its results go")
     # Whoever ends us ends the sides and removes their data, too.
@@ -51,7 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     environment = MALLOC if given.malloc else {}
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda workload=workload: rounds.measure(  # type: ignore[misc]
-            toy(workload) if given.toy else workload, given.repeats, peers, environment
+            toy(workload) if given.toy else replace(workload, per_round=given.per_round or workload.per_round),
+            given.repeats,
+            peers,
+            environment,
         )
         for name, workload in WORKLOADS.items()
     }

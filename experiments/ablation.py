@@ -52,11 +52,15 @@ MLP: dict[str, dict[str, Any]] = {
 }
 CONVNET: dict[str, dict[str, Any]] = {
     "as in the preset": {},
-    "fine-tuning: 20 steps at 1e-3": {"finetune_lr": 1e-3, "finetune_steps": 20},
-    "fine-tuning: 100 steps at 3e-4": {"finetune_steps": 100},
     "fine-tuning: 50 steps at 1e-3": {"finetune_lr": 1e-3},
-    "image rate 0.03": {"image_lr": 0.03},
+    "300 iterations": {"iterations": 300},
+    "target: mean of two": {"targets": [2]},
+    "segment of 10": {"segment": 10},
+    "image rate 0.01": {"image_lr": 0.01},
     "image rate 0.1": {"image_lr": 0.1},
+    "label rate 0.1": {"label_lr": 0.1},
+    "20 inner steps": {"inner_steps": 20},
+    "augmentation": {"augment": True},
 }
 VARIANTS = {"cpu-fmnist-mlp": MLP, "cpu-fmnist-convnet": CONVNET}
 

@@ -33,7 +33,8 @@ def main() -> None:
     turns = Turns()
     workload = turns.task.workload
     x, y = turns.task.arrays()
-    everyone = [np.arange(x.shape[0])[workload.rows(client)] for client in range(workload.clients)]
+    order = np.arange(x.shape[0])
+    everyone = [order[workload.rows(client)] for client in range(workload.clients)]
     few = slice(0, min(SAMPLES_FOR_LOSS, len(y)))
     settings = config(workload, rounds=FOREVER, eval_every=FOREVER, **turns.task.options.get("config", {}))
     # In a process of its own: this one is to be as fresh as a user's.

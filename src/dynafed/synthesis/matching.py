@@ -178,12 +178,16 @@ def _there_and_back(
     def seen(batch: Tensor, step: int) -> Tensor:
         return batch if augment is None else augment(batch, step)
 
-    path, params = [], start
+    # In one piece each: many small tensors that stay would leave holes between the large ones that come and go.
+    paths = [{name: tensor.new_empty(steps, *tensor.shape) for name, tensor in start.items()} for _ in range(2)]
+    params = start
     for step in range(steps):
         with torch.no_grad():
             batch = seen(x, step)
         after, grads = inner.step(params, batch, rate)
-        path.append((params, grads))
+        for path, now in zip(paths, (params, grads), strict=True):
+            for name, tensor in now.items():
+                path[name][step] = tensor
         params = after
 
     reached = {name: tensor.requires_grad_() for name, tensor in params.items()}
@@ -194,7 +198,7 @@ def _there_and_back(
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
             batch = seen(leaf, step)
-        params, grads = path.pop()
+        params, grads = ({name: kept[step] for name, kept in path.items()} for path in paths)
         hessian, by_x, by_labels = inner.product(params, batch, lam)
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)

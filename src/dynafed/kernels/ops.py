@@ -269,10 +269,10 @@ def _first_gradient(
     image: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dx = _empty(*x.shape, like=x) if image else x.new_empty(0)
-    found = tuple(map(torch.zeros_like, (taps, bias, gamma, beta)))
-    given = (dp, x, taps, bias, mean, rstd, gamma, beta, dx if image else None)
-    _call("first_backward", *given, *found, sizes=_few_sizes(x, bias, padding))
-    return dx, *found  # type: ignore[return-value]
+    dtaps, dbias, dgamma, dbeta = map(torch.zeros_like, (taps, bias, gamma, beta))
+    given, found = (dp, x, taps, bias, mean, rstd, gamma, beta), (dtaps, dbias, dgamma, dbeta)
+    _call("first_backward", *given, dx if image else None, *found, sizes=_few_sizes(x, bias, padding))
+    return dx, dtaps, dbias, dgamma, dbeta
 
 
 @torch.library.custom_op("dynafed::first_gradient_gradient", mutates_args=())
@@ -294,10 +294,10 @@ def _first_gradient_gradient(
     image: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     by_dp, by_x = torch.empty_like(dp), _empty(*x.shape, like=x) if image else x.new_empty(0)
-    found = tuple(map(torch.zeros_like, (taps, bias, gamma)))
+    by_taps, by_bias, by_gamma = map(torch.zeros_like, (taps, bias, gamma))
     given = (vx, vtaps, vb, u, s, dp, x, taps, bias, mean, rstd, gamma, beta, by_dp, by_x if image else None)
-    _call("first_twice", *given, *found, sizes=_few_sizes(x, bias, padding))
-    return by_dp, by_x, *found  # type: ignore[return-value]
+    _call("first_twice", *given, by_taps, by_bias, by_gamma, sizes=_few_sizes(x, bias, padding))
+    return by_dp, by_x, by_taps, by_bias, by_gamma
 
 
 @torch.library.custom_op("dynafed::pooled", mutates_args=())

@@ -17,9 +17,10 @@ from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.messages import misfit, not_finite
 from dynafed.methods.base import Host
-from dynafed.methods.dynafed import Algorithm, Task
+from dynafed.methods.dynafed import Algorithm
 from dynafed.seeds import Seeds
 from dynafed.synthesis import DynaFedSettings
+from dynafed.synthesis.task import Task
 from dynafed.tree import Tree
 
 log = logging.getLogger("flwr")

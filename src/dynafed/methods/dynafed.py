@@ -12,47 +12,24 @@ Algorithm 2 of the paper, as a server step that needs nothing but the averaged m
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from dynafed import tree
 from dynafed.errors import UserError
 from dynafed.methods.base import Host, Method, Refined, Server
-from dynafed.seeds import Seeds
 from dynafed.synthesis.dataset import Synthetic
-from dynafed.synthesis.exhibits import Album
 from dynafed.synthesis.matching import refuse_batch_state
 from dynafed.synthesis.refine import finetune
 from dynafed.synthesis.settings import DynaFedSettings
-from dynafed.synthesis.synthesize import Motionless, Segments, synthesize
+from dynafed.synthesis.task import Task, synthesise_from
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.config import Config
     from dynafed.engine.plan import Plan
-    from dynafed.synthesis.quality import Quality
 
 log = logging.getLogger("dynafed")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What DynaFed has to know of a federation: no data, no clients."""
-
-    module: nn.Module
-    shape: tuple[int, ...]
-    """Of one sample."""
-    classes: int
-    seeds: Seeds
-    threads: int = 0
-    """That share the synthetic samples (0: one a core)."""
-    measure: Callable[[Segments, Synthetic], Quality] | None = None
-    """Takes the paper's measures of a new D_syn, where there are real samples to compare with."""
 
 
 class Algorithm:
@@ -92,7 +69,7 @@ class Algorithm:
         if not self.settings.synthetic and (again or not ready):
             parts["trajectory"], length = self._recorded(parts.get("trajectory", {}), model, round)
             if length == self.length and (not ready or since % again == 0):
-                made, metrics = self._synthesised(task, parts["trajectory"], round, host)
+                made, metrics = synthesise_from(parts["trajectory"], task, self.settings, round, host)
                 if made is not None:
                     parts["synthetic"] = made.tree()
                     if not again:
@@ -104,46 +81,6 @@ class Algorithm:
         checkpoints = tree.unnest(trajectory) | {f"{round:06d}": tree.clone(model)}
         kept = sorted(checkpoints)[-self.length :]
         return tree.nest({number: checkpoints[number] for number in kept}), len(kept)
-
-    def _synthesised(
-        self, task: Task, trajectory: Tree, round: int, host: Host
-    ) -> tuple[Synthetic | None, dict[str, Any]]:
-        """Algorithm 1 on the recorded checkpoints, and measures of it; None, with a warning, if they never moved."""
-        from dynafed.synthesis.quality import matching_by_segment
-
-        named, device = tree.unnest(trajectory), next(task.module.parameters()).device
-        trained = [name for name, parameter in task.module.named_parameters() if parameter.requires_grad]
-        checkpoints = [tree.to(tree.only(named[number], trained), device) for number in sorted(named)]
-        album = Album(host.folder, self.settings.iterations) if host.folder else None
-        task.module.eval()
-        host.busy("synthesis", 0, self.settings.iterations)
-        try:
-            made = synthesize(
-                task.module,
-                checkpoints,
-                task.shape,
-                task.classes,
-                self.settings,
-                task.seeds.key("dynafed", round) % 2**63,
-                work=host.folder / "synthesis.safetensors" if host.folder else None,
-                check=host.check,
-                busy=host.busy,
-                seen=album.seen if album else lambda iteration, loss, x: None,
-                threads=task.threads,
-            )
-        except Motionless as error:
-            log.warning("no synthesis in round %d: %s", round, error)
-            return None, {}
-        segments = Segments(checkpoints, self.settings, task.seeds)
-        quality = task.measure(segments, made) if task.measure else None
-        if album:
-            made.save(album.folder / "synthetic.safetensors")
-            album.close(made, quality)
-        metrics = {
-            "inner_lr": made.inner_lr,
-            "matching_loss": fmean(matching_by_segment(task.module, segments, made).values()),
-        }
-        return made, metrics | (asdict(quality) if quality else {})
 
 
 class DynaFed(Method):

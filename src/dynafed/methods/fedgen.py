@@ -6,14 +6,15 @@ Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynafed import optim
+from dynafed.generator import draw_inputs, fresh, generate, generator_loss
 from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
 from dynafed.settings import setting
 from dynafed.tree import Tree, nest, to, unnest
@@ -56,12 +57,11 @@ class FedGen(Method):
 
     def draw(self, size: int, local: Local) -> Tree:
         """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
-        chosen, seen = self.settings, unnest(local.extras)["seen"]
-        rounds = int(seen["rounds"])
+        chosen, rounds = self.settings, int(local.extras["seen/rounds"])
         if not rounds or chosen.alpha == chosen.beta == 0:
             return {}
-        labels = _labels(seen["labels"], chosen.client_batch, local.rng).to(local.y.device)
-        noise = _noise(size + len(labels), chosen.noise, local.rng, local.x)
+        shares, device = local.extras["seen/labels"], local.x.device
+        labels, noise = draw_inputs(shares, chosen.client_batch, chosen.noise, local.rng, device, more=size)
         return {"labels": labels, "noise": noise, "fading": noise.new_tensor(chosen.decay**rounds)}
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
@@ -72,16 +72,14 @@ class FedGen(Method):
         labels = torch.cat([y, drawn["labels"]])
         # In one batch, so that its statistics never come from a single sample.
         generated = local.head(params, generate(unnest(local.extras)["net"], drawn["noise"], labels))
-        agreed = generated[: len(y)].softmax(1).detach()
-        logits = local.forward(params, x)
-        taught = F.cross_entropy(generated[len(y) :], labels[len(y) :])
+        agreed, logits = generated[: len(y)].softmax(1).detach(), local.forward(params, x)
+        taught = F.cross_entropy(generated[len(y) :], drawn["labels"])
         agreement = F.kl_div(logits.log_softmax(1), agreed, reduction="batchmean")
         return F.cross_entropy(logits, y) + drawn["fading"] * (chosen.alpha * taught + chosen.beta * agreement)
 
     def finish(self, params: Tree, local: Local) -> Finished:
         """Say how many samples of each label there are."""
-        classes = len(unnest(local.extras)["seen"]["labels"])
-        return Finished(extras={"counts": torch.bincount(local.y, minlength=classes)})
+        return Finished(extras={"counts": torch.bincount(local.y, minlength=len(local.extras["seen/labels"]))})
 
     def sends(self, plan: Plan) -> Tree:
         """One whole number for each class."""
@@ -90,16 +88,9 @@ class FedGen(Method):
     def initial(self, plan: Plan, model: Tree) -> Tree:
         """A fresh generator."""
         chosen, classes = self.settings, plan.dataset.classes
-        width = model["head.weight"].shape[1]
-        with plan.seeds.torch_seeded("fedgen"):
-            net = nn.Sequential(
-                nn.Linear(chosen.noise + classes, chosen.hidden),
-                nn.BatchNorm1d(chosen.hidden, track_running_stats=False),
-                nn.ReLU(),
-                nn.Linear(chosen.hidden, width),
-            )
-        seen = {"rounds": torch.tensor(0), "labels": torch.full((classes,), 1 / classes)}
-        return nest({"net": {name: tensor.detach() for name, tensor in net.named_parameters()}, "seen": seen})
+        with plan.seeds.torch_seeded(self.name):
+            net = fresh(chosen.noise, classes, chosen.hidden, width=model["head.weight"].shape[1])
+        return nest({"net": net, "seen": {"rounds": torch.tensor(0), "labels": torch.full((classes,), 1 / classes)}})
 
     def broadcast(self, state: Tree) -> Tree:
         """The generator, how long it was trained, and how often each label occurs."""
@@ -112,51 +103,18 @@ class FedGen(Method):
         seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": (counts.sum(0) / counts.sum()).float()}
         trust = (counts / counts.sum(0).clamp(min=1)).to(plan.device, torch.float32)
         names = [name for name in model if name.startswith("head.")]
-        heads = {name: torch.stack([u.model[name] for u in server.updates]).to(plan.device) for name in names}
+        stacked = {name: torch.stack([u.model[name] for u in server.updates]).to(plan.device) for name in names}
+        heads = partial(torch.func.vmap(plan.head, in_dims=(0, None)), stacked)
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
         net = {name: parts["net"][name].to(plan.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
         adam.restore(to(parts.get("adam", {}), plan.device))
         rng, total = plan.seeds.rng(self.name, server.round), 0.0
         for _ in range(chosen.steps):
-            labels = _labels(seen["labels"], chosen.batch_size, rng).to(plan.device)
-            noise = _noise(chosen.batch_size, chosen.noise, rng, trust)
-            loss = generator_loss(plan, net, heads, trust, noise, labels, chosen.diversity)
+            labels, noise = draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, plan.device)
+            loss = generator_loss(net, heads, trust, noise, labels, chosen.diversity)
             adam.step(torch.autograd.grad(loss, list(net.values())))
             total += loss.item()
         trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": adam.moments()}
         metrics = {"generator_loss": total / chosen.steps} if chosen.steps else {}
         return Refined(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)
-
-
-def generate(net: Tree, noise: Tensor, labels: Tensor) -> Tensor:
-    """Features of the given labels, one for each row of noise."""
-    classes = net["0.weight"].shape[1] - noise.shape[1]
-    one_hot = torch.eye(classes, device=noise.device)[labels]  # unlike F.one_hot, it looks at no value
-    hidden = F.linear(torch.cat([noise, one_hot], 1), net["0.weight"], net["0.bias"])
-    hidden = F.batch_norm(hidden, None, None, net["1.weight"], net["1.bias"], training=True)
-    return F.linear(hidden.relu(), net["3.weight"], net["3.bias"])
-
-
-def generator_loss(
-    plan: Plan, net: Tree, heads: Tree, trust: Tensor, noise: Tensor, labels: Tensor, diversity: float
-) -> Tensor:
-    """How wrong the clients' heads are about generated features, and how alike features of unlike noise are.
-
-    `heads` holds all heads stacked; `trust[i, y]` is client i's share of all samples with label y.
-    """
-    features = generate(net, noise, labels)
-    logits = torch.func.vmap(lambda head: plan.head(head, features))(heads)
-    wrong = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none").view(len(logits), -1)
-    unlike = torch.cdist(noise, noise).square() / noise.shape[1]
-    apart = torch.cdist(features, features, p=1) / features.shape[1] * unlike
-    return (trust[:, labels] * wrong).sum(0).mean() + diversity * torch.exp(-apart.mean())
-
-
-def _labels(shares: Tensor, size: int, rng: np.random.Generator) -> Tensor:
-    exact = shares.cpu().double()
-    return torch.from_numpy(rng.choice(len(shares), size, p=(exact / exact.sum()).numpy()))
-
-
-def _noise(rows: int, width: int, rng: np.random.Generator, like: Tensor) -> Tensor:
-    return torch.from_numpy(rng.standard_normal((rows, width))).to(like.device, torch.float32)

@@ -23,6 +23,7 @@ class FedProx(Method):
     """Adds mu/2 * ||w - w_global||^2 to the local loss.
 
     Only its gradient, mu * (w - w_global), is ever computed, so the training loss in the metrics stays the data's.
+    With mu = 0 the method is FedAvg, bit for bit.
     """
 
     name = "fedprox"

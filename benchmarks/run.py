@@ -4,6 +4,7 @@
     python benchmarks/run.py w1 s1 --repeats 7
     python benchmarks/run.py w2 --peers fedjax,flower
     python benchmarks/run.py w3 --per-round 4                   an eighth of the round; its table says so
+    python benchmarks/run.py w3 --variants-of w2                the whole round; every side as it was fastest on W2
     python benchmarks/run.py table                              only RESULTS.md, from what was measured
 
 Each section writes its JSON as soon as it is done, and the table is made anew from all of them.
@@ -37,6 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
     parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
     parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w3, to scale it down")
+    parser.add_argument(
+        "--variants-of", choices=WORKLOADS, help="take each side only in the variant that was fastest in that section"
+    )
     parser.add_argument("--malloc", action="store_true", help="give all sides glibc's settings against page faults")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--out", type=Path, help="folder for the results, if not the committed one")
@@ -53,12 +57,18 @@ def main(arguments: list[str] | None = None) -> None:
     results = given.out or RESULTS
     results.mkdir(parents=True, exist_ok=True)
     environment = MALLOC if given.malloc else {}
+    fastest = set()
+    if given.variants_of:
+        if not (earlier := results / f"{given.variants_of}.json").exists():
+            parser.error(f"--variants-of {given.variants_of}: that section has not been measured yet")
+        fastest = {one["side"] for one in json.loads(earlier.read_text())["best"].values()}
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         name: lambda workload=workload: rounds.measure(  # type: ignore[misc]
             toy(workload) if given.toy else replace(workload, per_round=given.per_round or workload.per_round),
             given.repeats,
             peers,
             environment,
+            fastest,
         )
         for name, workload in WORKLOADS.items()
     }
@@ -73,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(section, file=sys.stderr, flush=True)
         where, began = machine.describe(), time.perf_counter()
         found = {"section": section, "machine": where, "environment": environment, **measures[section]()}
+        found |= {"variants_of": given.variants_of} if given.variants_of else {}
         found["took_seconds"] = time.perf_counter() - began
         (results / f"{section}.json").write_text(json.dumps(found, indent=1) + "\n")
         if section == "growth":

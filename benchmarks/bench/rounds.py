@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,18 @@ PEERS = [
 NAMES = tuple(dict.fromkeys(side.name for side in PEERS))
 
 
-def measure(workload: Workload, repeats: int, peers: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Every side's seconds a round, best of `repeats` turns, and what follows from them."""
+def measure(
+    workload: Workload,
+    repeats: int,
+    peers: tuple[str, ...],
+    environment: Mapping[str, str],
+    chosen: Collection[str] = (),
+) -> dict[str, Any]:
+    """Every side's seconds a round, best of `repeats` turns, and what follows from them; if some are chosen by their
+    labels, theirs only."""
     sides = [*OURS, *PLAIN, *(side for side in PEERS if side.name in peers), *FLOOR]
+    if chosen:
+        sides = [side for side in sides if side.label in chosen]
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(workload, Path(folder))
         warm_up = WARM_UP.get(workload.name, 2)

@@ -59,6 +59,8 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
     sampled, whole = found["workload"]["per_round"], WORKLOADS[name].per_round
     if sampled != whole:
         yield f"Scaled: {sampled} clients a round instead of {whole}, and not every peer need be there."
+    if chosen := found.get("variants_of"):
+        yield f"Every side in that variant only which was the fastest on {chosen.upper()}."
     reference = best.get("plain loader", {}).get("seconds")
     rows = [
         (

@@ -169,6 +169,14 @@ def test_a_round_with_too_few_survivors_is_repeated_or_skipped(tmp_path: Path) -
     repeated = run_tiny(tmp_path / "a", dropout=0.6, min_survivors=3, max_repeats=100)
     assert any(record["repeats"] for record in repeated.history)
     assert all(len(record["clients"]) >= 3 for record in repeated.history)
+    # What failed attempts cost counts, too.
+    model = tree.nbytes(repeated.state.model)
+    assert all(record["bytes_down"] == 4 * model * (1 + record["repeats"]) for record in repeated.history)
+    assert all(
+        record["bytes_up"] == model * (4 + 4 * record["repeats"] - len(record["dropped"]))
+        for record in repeated.history
+    )
+    assert all(record["seconds_clients"] > 0 for record in repeated.history)
     skipped = run_tiny(tmp_path / "b", dropout=1.0, failed_round="skip", rounds=2)
     assert all(record["skipped"] for record in skipped.history)
     assert bits(skipped) == tree.digest(skipped.plan.initial_model())

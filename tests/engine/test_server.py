@@ -8,7 +8,7 @@ from problems import TEST, TRAIN, tiny
 
 from dynafed import Config, UserError, methods
 from dynafed.engine.plan import Plan
-from dynafed.engine.server import Outcome, server_broadcast, server_update
+from dynafed.engine.server import server_broadcast, server_update
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import Finished, Local, Mean, Method, Needs, Refined, Server
 from dynafed.tree import Tree
@@ -46,7 +46,6 @@ def test_whole_number_buffers_are_rounded_and_dtypes_kept() -> None:
 def test_a_bad_update_is_named_and_leaves_no_trace(plan: Plan) -> None:
     bad = update(1, float("nan"))
     outcome = server_update(plan, SENT, {}, [update(0, 1.0), bad, update(2, 3.0)])
-    assert isinstance(outcome, Outcome)
     assert torch.equal(outcome.model["w"], torch.full((2,), 2.0))
     assert outcome.accepted == [0, 2]
     assert outcome.rejected == [{"client": 1, "reason": "'w' holds NaN or infinity"}]
@@ -54,9 +53,13 @@ def test_a_bad_update_is_named_and_leaves_no_trace(plan: Plan) -> None:
 
 
 def test_too_few_sound_updates_make_no_model(plan: Plan) -> None:
-    rejected = server_update(plan, SENT, {}, [update(1, float("nan"))])
-    assert isinstance(rejected, list)
-    assert rejected[0]["client"] == 1
+    server = {"test": {"rounds": torch.tensor(3)}}
+    outcome = server_update(plan, SENT, server, [update(1, float("nan"))])
+    assert outcome.model is outcome.combined is SENT.model
+    assert outcome.server is server
+    assert outcome.accepted == []
+    assert outcome.rejected[0]["client"] == 1
+    assert outcome.bytes_up == update(1, 0.0).nbytes
 
 
 def test_updates_are_streamed(plan: Plan) -> None:
@@ -127,7 +130,6 @@ def test_a_method_s_halves_meet() -> None:
     assert sent.extras["test-shift"]["rounds"] == 3
     arrived = [update(c, 0.0, **{"test-shift": {"by": torch.tensor([float(c)])}}) for c in (1, 3)]
     outcome = server_update(plan, sent, {"test-shift": {"rounds": torch.tensor(3)}}, arrived)
-    assert isinstance(outcome, Outcome)
     assert torch.equal(outcome.model["w"], torch.full((2,), 2.0))
     assert torch.equal(outcome.combined["w"], torch.zeros(2))
     assert outcome.server["test-shift"]["rounds"] == 4

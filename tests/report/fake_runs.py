@@ -53,7 +53,7 @@ def fake_run(
             "train_loss": 0.9 * math.exp(-3 * index / rounds) + 0.05, "seconds_local": 1.1 + 0.2 * draw.random(),
             "seconds_server": 0.3 + 0.05 * draw.random(), "seconds_eval": 0.12, "seconds": 1.8, "bytes_up": 800_000,
             "bytes_down": 800_000, "clients": sorted(draw.sample(range(clients), max(1, clients // 2))), "dropped": [],
-            "rejected": [], "repeats": 0, "skipped": False, "lr": 0.001,
+            "rejected": [], "repeats": 0, "skipped": False, "seconds_clients": 2.1, "lr": 0.001,
         }  # fmt: skip
         if each:
             each(index, record)

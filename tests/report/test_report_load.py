@@ -27,6 +27,15 @@ def test_a_finished_run_is_read_whole(make_run: MakeRun) -> None:
     assert run.total("nothing") is run.a_round("nothing") is None
 
 
+def test_what_is_sent_once_goes_up_in_the_first_round(make_run: MakeRun) -> None:
+    def each(index: int, record: dict[str, Any]) -> None:
+        if record["round"] == 1:
+            record["bytes_enrolment"] = 3_000_000
+
+    run = load_run(make_run(rounds=12, each=each))
+    assert run.values("bytes_up") == [3_800_000] + 11 * [800_000]
+
+
 def test_final_accuracy_is_the_summarys_else_the_mean_of_the_last_five(make_run: MakeRun) -> None:
     def each(index: int, record: dict[str, Any]) -> None:
         record["accuracy"] = index / 10

@@ -15,11 +15,11 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ QUIET = {
 
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
+
+T = TypeVar("T")
 
 Crew = Callable[[Plan, Path], Workers]
 """Makes the workers of a run, given its plan and its folder."""
@@ -152,6 +154,11 @@ def resume(
     if config.rounds < before.rounds:
         raise UserError(f"rounds = {config.rounds} is less than the run's own {before.rounds}")
     plan = Plan.make(config, model=model, train=train, test=test, clients=clients)
+    if before.kernels == "own" != plan.config.kernels:
+        raise UserError(
+            f"{path} was computed with our own kernels, which can't be compiled here, and torch's round otherwise: "
+            "install a C++ compiler (or set CXX), or resume it on the machine where it began"
+        )
     workers = (crew or _crew)(plan, path)
     with sole_owner(path):
         state = checkpoint.load(path, plan)
@@ -212,43 +219,41 @@ def one_round(plan: Plan, state: RunState, workers: Workers, host: Host) -> tupl
     """One communication round: the new state, and what is worth knowing about it."""
     config, round = plan.config, state.round + 1
     clock = time.perf_counter()
-    record: Record = {"round": round, "lr": config.lr_at(round)}
+    record: Record = {"round": round, "lr": config.lr_at(round), "dropped": [], "rejected": []}
+    record |= {"bytes_up": 0, "bytes_down": 0, "seconds_clients": 0.0}
+    wait = Wait()
     if round == 1 and plan.methods.enrols:
-        server, counts = server_enrol(plan, state.server, workers.enrol())
+        server, counts = server_enrol(plan, state.server, wait.on(workers.enrol()))
         state = dataclasses.replace(state, server=server)
         record |= counts
     broadcast = server_broadcast(plan, round, state.model, state.server)
-    attempts = 1 + (config.max_repeats if config.failed_round == "repeat" else 0)
-    for attempt in range(attempts):
+    for attempt in range(1 + (config.max_repeats if config.failed_round == "repeat" else 0)):
         cohort = sample(plan, round, attempt)
-        arrivals = Arrivals(state, workers.train(broadcast, cohort.working, state.clients.load), host)
-        outcome = server_update(plan, broadcast, state.server, arrivals, host)
-        accepted = outcome.accepted if isinstance(outcome, Outcome) else []
-        state.clients.commit(accepted)
-        record |= {
-            "clients": accepted,
-            "dropped": cohort.dropped,
-            "rejected": outcome.rejected if isinstance(outcome, Outcome) else outcome,
-            "repeats": attempt,
-        }
-        if isinstance(outcome, Outcome):
-            state = RunState(round, outcome.model, dict(outcome.server), state.clients)
-            record |= outcome.metrics
+        trained = wait.on(workers.train(broadcast, cohort.working, state.clients.load))
+        outcome = server_update(plan, broadcast, state.server, _staged(trained, state, host), host)
+        state.clients.commit(outcome.accepted)
+        record["dropped"] += cohort.dropped
+        record["rejected"] += outcome.rejected
+        record["bytes_up"] += outcome.bytes_up
+        record["bytes_down"] += broadcast.nbytes * (len(cohort.working) + len(cohort.dropped))
+        record["seconds_clients"] += outcome.seconds_clients
+        if outcome.accepted:
             break
-    else:
-        state = dataclasses.replace(state, round=round)
-        record["skipped"] = True
+    state = RunState(round, outcome.model, dict(outcome.server), state.clients)
     record |= {
-        "bytes_down": broadcast.nbytes * (len(cohort.working) + len(cohort.dropped)),
-        "seconds_local": arrivals.seconds,
-        "seconds_server": time.perf_counter() - clock - arrivals.seconds,
+        "clients": outcome.accepted,
+        "repeats": attempt,
+        **({} if outcome.accepted else {"skipped": True}),
+        **outcome.metrics,
+        "seconds_local": wait.seconds,
+        "seconds_server": time.perf_counter() - clock - wait.seconds,
     }
     if round % config.eval_every == 0 or round == config.rounds:
         evaluated = time.perf_counter()
         record["accuracy"], record["loss"] = workers.evaluate(state.model)
-        if isinstance(outcome, Outcome) and outcome.model is not outcome.combined:
+        if outcome.model is not outcome.combined:
             record["accuracy_before_refine"], _ = workers.evaluate(outcome.combined)
-        if isinstance(outcome, Outcome) and config.watch:
+        if outcome.accepted and config.watch:
             record["watch"] = _watched(plan, outcome)
         record["seconds_eval"] = time.perf_counter() - evaluated
     record["seconds"] = time.perf_counter() - clock
@@ -268,26 +273,33 @@ def _watched(plan: Plan, outcome: Outcome) -> Record:
     return found
 
 
-class Arrivals:
-    """The updates of one attempt as they come in; counts the seconds spent waiting for them."""
+def _staged(trained: Iterator[tuple[Update, Tree]], state: RunState, host: Host) -> Iterator[Update]:
+    """The updates as they come in; what their clients remember is put aside until it is known that they count."""
+    host.check()
+    for update, memory in trained:
+        state.clients.stage(update.client, state.round + 1, memory)
+        yield update
+        host.check()
 
-    def __init__(self, state: RunState, source: Iterator[tuple[Update, Tree]], host: Host) -> None:
-        self.source = source
-        self.state = state
-        self.host = host
+
+class Wait:
+    """Counts the seconds that the server spends waiting for its clients."""
+
+    def __init__(self) -> None:
         self.seconds = 0.0
 
-    def __iter__(self) -> Iterator[Update]:
+    def on(self, source: Iterable[T]) -> Iterator[T]:
+        """What comes from the clients, as it comes."""
+        coming = iter(source)
         while True:
-            self.host.check()
             asked = time.perf_counter()
-            arrived = next(self.source, None)
-            self.seconds += time.perf_counter() - asked
-            if arrived is None:
+            try:
+                one = next(coming)
+            except StopIteration:
                 return
-            update, memory = arrived
-            self.state.clients.stage(update.client, self.state.round + 1, memory)
-            yield update
+            finally:
+                self.seconds += time.perf_counter() - asked
+            yield one
 
 
 def summarise(plan: Plan, history: list[Record], seconds: float) -> dict[str, Any]:

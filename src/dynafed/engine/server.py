@@ -15,7 +15,7 @@ from dynafed.tree import Tree
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server has after a round."""
+    """What the server has after a round's updates: what it had before, if too few of them were sound."""
 
     combined: Tree
     """The average, before any refinement."""
@@ -23,7 +23,12 @@ class Outcome:
     """The next global model; the very same object as `combined` if no method changed it."""
     server: Mapping[str, Tree]
     accepted: list[int]
+    """Whose updates are in the model; nobody's, if there is no new one."""
     rejected: list[dict[str, Any]]
+    bytes_up: int
+    """All that was sent up, sound or not."""
+    seconds_clients: float
+    """The clients' own time, added up."""
     metrics: dict[str, Any] = field(default_factory=dict)
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """How the losses of watched clients went in local training."""
@@ -60,11 +65,11 @@ def server_enrol(
 
 def server_update(
     plan: Plan, broadcast: Broadcast, server: Mapping[str, Tree], updates: Iterable[Update], host: Host | None = None
-) -> Outcome | list[dict[str, Any]]:
+) -> Outcome:
     """One round's updates become the next global model.
 
     `updates` may be a stream: nothing but a running sum is held, unless a method needs each model. With fewer sound
-    updates than `min_survivors` there is no new model, and the list of what was rejected comes back instead.
+    updates than `min_survivors`, everything stays as it was.
     """
     combiner = plan.methods.combiner(plan)
     layout = plan.methods.layout(plan)
@@ -73,9 +78,11 @@ def server_update(
     accepted: list[int] = []
     curves: dict[int, tuple[float, ...]] = {}
     rejected: list[dict[str, Any]] = []
-    loss = examples = up = 0.0
+    loss = examples = seconds = 0.0
+    up = 0
     for update in updates:
         up += update.nbytes
+        seconds += update.seconds
         if reason := flaw(update, broadcast, layout):
             rejected.append({"client": update.client, "reason": reason})
             continue
@@ -90,9 +97,9 @@ def server_update(
         loss += update.loss * update.examples
         examples += update.examples
     if len(accepted) < plan.config.min_survivors:
-        return rejected
+        return Outcome(broadcast.model, broadcast.model, server, [], rejected, up, seconds)
     combined = model = combiner.result()
-    metrics: dict[str, Any] = {"train_loss": loss / examples, "bytes_up": int(up)}
+    metrics: dict[str, Any] = {"train_loss": loss / examples}
     states = {}
     for step in plan.methods.steps:
         refined = step.refine(
@@ -112,4 +119,4 @@ def server_update(
         model = refined.model
         states[step.name] = refined.state
         metrics |= refined.metrics
-    return Outcome(combined, model, states, accepted, rejected, metrics, curves)
+    return Outcome(combined, model, states, accepted, rejected, up, seconds, metrics, curves)

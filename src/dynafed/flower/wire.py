@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -74,17 +75,19 @@ def read_answer(content: RecordDict, client: int) -> tuple[Update, Tree]:
     """The inverse of `answer`; raises whatever it likes if the client sent something else."""
     arrays = {name: from_record(content.array_records[name]) for name in ("model", "extras", "memory")}
     metrics = content.metric_records["metrics"]
-    examples, steps, loss, seconds = (metrics[name] for name in ("examples", "steps", "loss", "seconds"))
-    curve = metrics["curve"]
+    examples, steps, loss = (metrics[name] for name in ("examples", "steps", "loss"))
+    curve, seconds = metrics["curve"], float(cast(float, metrics["seconds"]))
     if not (isinstance(examples, int) and isinstance(steps, int) and isinstance(curve, list)):
         raise ValueError("numbers of another kind")
+    if not 0 <= seconds < math.inf:
+        raise ValueError("a time that can't be")
     update = Update(
         client=client,
         model=arrays["model"],
         examples=examples,
         steps=steps,
         loss=float(cast(float, loss)),
-        seconds=float(cast(float, seconds)),
+        seconds=seconds,
         extras=tree.unnest(arrays["extras"]),
         curve=tuple(curve),
     )

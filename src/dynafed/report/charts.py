@@ -13,7 +13,8 @@ Spec = dict[str, Any]
 
 KNOWN = frozenset(
     {"round", "accuracy", "accuracy_before_refine", "loss", "train_loss", "bytes_up", "bytes_down", "repeats"}
-    | {"seconds", "seconds_local", "seconds_server", "seconds_eval"}
+    | {"bytes_enrolment", "enrolments_rejected"}
+    | {"seconds", "seconds_local", "seconds_clients", "seconds_server", "seconds_eval"}
 )
 """Measures that the page has a place for; any other number in metrics.jsonl gets a small chart of its own."""
 

@@ -127,7 +127,7 @@ def _result_table(groups: Sequence[Group]) -> str:
     aim = any(run.target for group in groups for run in group.runs)
     columns = [("Setting", False), ("Seeds", False), ("Final accuracy", True), ("Best", True)]
     columns += [("Rounds to target", True)] if aim else []
-    columns += [("Up a round", True), ("Down a round", True), ("Server a round", True), ("Clients a round", True)]
+    columns += [("Up a round", True), ("Down a round", True), ("Server a round", True), ("All clients a round", True)]
     rows = []
     for place, group in enumerate(groups):
         mean, std = group.over_seeds(lambda run: run.final)
@@ -144,7 +144,7 @@ def _result_table(groups: Sequence[Group]) -> str:
             row.append(_reached(group))
         for key in ("bytes_up", "bytes_down"):
             row.append(_cell(group, key, size))
-        for key in ("seconds_server", "seconds_local"):
+        for key in ("seconds_server", "seconds_clients"):
             row.append(_cell(group, key, duration))
         rows.append(row)
     rows.sort(key=lambda row: -(row[2][1] or 0))

@@ -180,6 +180,8 @@ def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     for index, line in enumerate(lines):
         try:
             record = flatten(json.loads(line))
+            if "bytes_enrolment" in record:  # what clients send once goes up in the first round
+                record["bytes_up"] = record.get("bytes_up", 0) + record["bytes_enrolment"]
             rounds[int(record["round"])] = {key: _finite(value) for key, value in record.items()}
         except (ValueError, TypeError, KeyError, AttributeError):
             # The last line is cut short when a run is killed while it writes: that is no damage.

@@ -12,7 +12,7 @@ from problems import TEST, TRAIN, tiny
 from torch import Tensor
 
 import dynafed
-from dynafed import record, tree
+from dynafed import path, record, tree
 from dynafed.engine.gradient import Unknown
 from dynafed.engine.local import local_update
 from dynafed.engine.plan import Plan
@@ -126,6 +126,7 @@ def test_recording_changes_no_bit_of_any_method(method: str, tmp_path: Path, mon
     digests = set()
     for after in (1, 10**9):
         monkeypatch.setattr(record.Recorder.__init__, "__defaults__", (after, True))
+        monkeypatch.setattr(path, "WORTH_RECORDING", 0)
         result = dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / str(after))
         digests.add(tree.digest(result.state.model))
         tapes = result.plan.recorder.tapes
@@ -133,7 +134,8 @@ def test_recording_changes_no_bit_of_any_method(method: str, tmp_path: Path, mon
     assert len(digests) == 1
 
 
-def test_a_network_with_buffers_is_left_alone() -> None:
+def test_a_network_with_buffers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "WORTH_RECORDING", 0)
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
     plan = Plan.make(tiny(), train=TRAIN, test=TEST, model=lambda: net)
     plan.recorder.after = 1

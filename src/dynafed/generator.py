@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -51,6 +52,12 @@ def generator_loss(
     unlike = torch.cdist(noise, noise).square() / noise.shape[1]
     apart = torch.cdist(features, features, p=1) / features.shape[1] * unlike
     return (trust[:, labels] * wrong).sum(0).mean() + diversity * torch.exp(-apart.mean())
+
+
+def all_heads(head: Callable[[Tree, Tensor], Tensor], weights: Sequence[Tree]) -> Callable[[Tensor], Tensor]:
+    """What gives the logits of features by each of these heads, stacked."""
+    stacked = {name: torch.stack([each[name] for each in weights]) for name in weights[0]}
+    return partial(torch.func.vmap(head, in_dims=(0, None)), stacked)
 
 
 def draw_inputs(

@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 Factory = Callable[..., nn.Module]
 """Makes a fresh model; called with (shape of a sample, number of classes) if it needs two arguments, else with none."""
 
+CPU = torch.device("cpu")
+
 NORMS = ("instance", "group", "layer", "batch", "none")
 
 
@@ -108,7 +110,7 @@ class Blocks(Features):
 
     def forward(self, x: Tensor) -> Tensor:
         """The features of a batch."""
-        if not self.own_kernels:
+        if not (self.own_kernels and self._suit(x)):
             plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
             return plain
         from dynafed.kernels.ops import block
@@ -118,6 +120,24 @@ class Blocks(Features):
             x = block(x, convolve.weight, convolve.bias, norm.weight, norm.bias, convolve.padding[0], norm.eps)
         flat: Tensor = flatten(x)
         return flat
+
+    def _suit(self, x: Tensor) -> bool:
+        """Whether our kernels can take it: the network may have been moved or sent away since that was decided."""
+        from dynafed.kernels.build import CPP, library
+
+        weight = next(self.parameters())
+        return x.device == weight.device == CPU and x.dtype == weight.dtype in CPP and library() is not None
+
+
+def is_plain_mlp(module: nn.Module) -> bool:
+    """Whether it is our MLP as it is, with nothing frozen or replaced."""
+    return (
+        type(module) is Classifier
+        and isinstance(module.features, Layers)
+        and type(module.head) is nn.Linear
+        and all(parameter.requires_grad for parameter in module.parameters())
+        and len(list(module.parameters())) == 2 * sum(type(layer) is nn.Linear for layer in module.modules())
+    )
 
 
 def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:

@@ -15,6 +15,7 @@ inference: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """What torch.inference_mode is made of, for where its Python counts: `with inference(True)`."""
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+ADAMS = ("adam", "adamw")
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's."""
 
@@ -33,7 +34,7 @@ class Optimizer:
         if any(own.data_ptr() != given.data_ptr() for own, given in zip(self.params, params, strict=True)):
             raise ValueError("every parameter must be contiguous, or its transpose")
         self.kept: dict[str, list[Tensor]] = {}
-        if name in ("adam", "adamw"):
+        if name in ADAMS:
             self.kept = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), device=self.params[0].device)
             self.kept["step"] = [step] * len(self.params)  # one number, that all parameters share
@@ -53,7 +54,7 @@ class Optimizer:
 
     def step_by(self, grads: list[Tensor]) -> None:
         """A step by gradients that have been through `as_they_lie`; to be called in inference mode."""
-        if self.name in ("adam", "adamw"):
+        if self.name in ADAMS:
             kernel = torch._fused_adam_ if self.name == "adam" else torch._fused_adamw_
             self.counter += 1
             kernel(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -17,12 +18,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dynafed import optim
+from dynafed.record import AFTER
+
 if TYPE_CHECKING:
     from dynafed.config import Config
+    from dynafed.methods import Composition
     from dynafed.synthesis.settings import DynaFedSettings
 
-WORTH_KERNELS = 1_000_000
-"""Samples, for a ConvNet times its channels, from which our own kernels are worth their compilation: 10 s or so."""
+log = logging.getLogger("dynafed")
+
+WORTH_KERNELS = 3_000_000
+"""Samples, for a ConvNet times its channels, from which our own kernels are worth their compilation: that takes five
+seconds or so, and without them so many samples take 45 longer in one process, 6 in each of eight."""
+WORTH_RECORDING = 3 * AFTER
+"""Steps in a process from which recording them is worth its second: it begins late, and a step saves half a ms."""
 PORTION = 75
 """Synthetic samples that a network of convolutions takes at a time, at most: what lies between its layers is large."""
 PRODUCT = 4
@@ -42,32 +52,46 @@ class Path:
     """Whether training steps are recorded and replayed."""
     kernels: bool
     """Whether the network runs on our own kernels."""
+    epochs: bool
+    """Whether one of them does a client's whole epoch."""
+    server_threads: int
+    """That share the synthetic samples."""
+    portion: int
+    """How many of these are taken at a time; 0 if there will be none."""
 
     def __str__(self) -> str:
         parts = [
             f"{self.workers} worker(s) with {self.threads} thread(s) each",
             "steps are recorded when there are many" if self.record else "steps aren't recorded",
             "our own kernels" if self.kernels else "torch's kernels",
+            f"synthetic samples {self.portion} at a time in {self.server_threads} thread(s)" if self.portion else "",
         ]
-        return ", ".join(parts)
+        return ", ".join(filter(None, parts))
 
 
-def choose(config: Config, module: nn.Module, samples: int) -> Path:
+def choose(config: Config, module: nn.Module, samples: int, methods: Composition) -> Path:
     """The path of a run that trains this network on `samples` samples of clients in all."""
-    from dynafed import kernels
+    from dynafed import kernels, models
     from dynafed.synthesis.settings import DynaFedSettings
 
-    synthesis = 0
-    if "dynafed" in config.used_sections():
-        synthesis = synthesis_work(config.section("dynafed", DynaFedSettings))
-    wanted = {"own": True, "torch": False, "auto": _worth(module, samples, synthesis)}[config.kernels]
-    workers = 1 if config.device != "cpu" else config.workers or cores()
+    synthesis = config.section("dynafed", DynaFedSettings) if "dynafed" in config.used_sections() else None
+    steps_of_adam = methods.client.plain() and config.optimizer in optim.ADAMS and models.is_plain_mlp(module)
+    able = any(steps_of_adam or isinstance(part, models.Blocks) for part in kernels.users(module))
+    worth = _worth(module, samples, synthesis_work(synthesis) if synthesis else 0)
+    own = kernels.use(module, able and {"own": True, "torch": False, "auto": worth}[config.kernels])
+    processes = 1 if config.device != "cpu" else config.workers or cores()
+    workers = min(processes, config.sampled)
+    # The server trains, too, where it has samples.
+    long = samples / config.batch_size / workers >= WORTH_RECORDING or any(m.needs.server_data for m in methods.steps)
     return Path(
-        workers=min(workers, config.sampled),
+        workers=workers,
         threads=config.threads,
         # Layers with buffers change them in passing, and a recording must change nothing.
-        record=config.record and next(module.buffers(), None) is None,
-        kernels=kernels.use(module, wanted),
+        record=config.record and long and next(module.buffers(), None) is None,
+        kernels=own,
+        epochs=own and steps_of_adam,
+        server_threads=processes,
+        portion=(synthesis.chunk or portion(module, synthesis.samples)) if synthesis else 0,
     )
 
 
@@ -78,7 +102,8 @@ def kernels_for(module: nn.Module, samples: int) -> Iterator[None]:
 
     open = [blocks for blocks in kernels.users(module) if blocks.own_kernels is None]
     if open:
-        kernels.use(module, _worth(module, 0, samples))
+        own = kernels.use(module, _worth(module, 0, samples))
+        log.info("synthesis on %s kernels", "our own" if own else "torch's")
     try:
         yield
     finally:

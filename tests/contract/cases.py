@@ -30,7 +30,10 @@ COMPOSITIONS = [
     "fedmix+trimmed-mean+dynafed",
 ]
 
-CASES = [*METHOD_NAMES, *COMPOSITIONS]
+OTHERWISE = ["scaffold@adam", "feddyn+fedadam@adam"]
+"""With another optimiser than SGD on the clients."""
+
+CASES = [*METHOD_NAMES, *COMPOSITIONS, *OTHERWISE]
 
 QUICK: dict[str, dict[str, Any]] = {
     "feddf": {"steps": 4},
@@ -53,10 +56,12 @@ PARTS: dict[str, Any] = {"train": TRAIN, "test": TEST}
 
 def config(case: str, **changes: Any) -> Config:
     """A run of the case that takes a blink."""
-    names = case.split("+")
+    method, _, optimizer = case.partition("@")
+    names = method.split("+")
     quick = {f"{name}.{key}": value for name in names for key, value in QUICK.get(name, {}).items()}
     needs_data = any(METHODS[name].needs.server_data for name in names)
-    base = {"method": case, "rounds": 4, "server_samples": 40 if needs_data else 0, "optimizer": "sgd", "lr": 0.1}
+    base = {"method": method, "rounds": 4, "server_samples": 40 if needs_data else 0}
+    base |= {"optimizer": optimizer or "sgd", "lr": 0.01 if optimizer else 0.1}
     return tiny(**base | quick | changes)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,38 @@ def matched(shape: tuple[int, ...], dtype: torch.dtype, own: bool, **how: int) -
 
 
 @needs_compiler
+def test_gradients_that_lie_nowhere_are_differentiated_as_well() -> None:
+    """Those of a sum are one number, spread out."""
+    for channels in (3, 16):
+        given = doubles((2, channels, 4, 6), (16, channels, 3, 3), (16,), (16,), (16,))
+
+        def twice(block: Callable[..., Tensor], given: list[Tensor] = given) -> list[Tensor]:
+            first = torch.autograd.grad(block(*given).square().sum(), given, create_graph=True)
+            return list(torch.autograd.grad(sum(map(torch.sum, first), torch.zeros(())), given))
+
+        def theirs(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+            return F.avg_pool2d(F.relu(F.group_norm(torch.conv2d(x, weight, bias, padding=1), 16, gamma, beta)), 2)
+
+        for ours, expected in zip(twice(lambda *given: ops.block(*given, 1)), twice(theirs), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+@needs_compiler
+def test_a_network_that_was_moved_leaves_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = convnet((1, 8, 8), 3, ConvNetSettings(width=16, depth=1)), torch.randn(2, 1, 8, 8)
+    expected = model(x)
+    assert kernels.use(model)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(
+        copy.deepcopy(model).to(torch.bfloat16)(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1
+    )
+    with pytest.raises(RuntimeError, match="type"):
+        model(x.double())
+    monkeypatch.setattr(build, "library", lambda: None)
+    torch.testing.assert_close(model(x), expected)
+
+
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 8, 8), (3, 10, 10)])
 def test_matching_on_our_kernels_is_the_same(shape: tuple[int, ...], dtype: torch.dtype, close: float) -> None:
@@ -129,11 +163,17 @@ def test_runs_on_our_kernels_have_the_same_bits_however_they_are_executed(
         changes |= {f"dynafed.{key}": value for key, value in section.items()}
     plain = run(tmp_path / "plain", workers=1, record=False, **changes)
     monkeypatch.setattr(Recorder.__init__, "__defaults__", (1, True))
+    monkeypatch.setattr(path, "WORTH_RECORDING", 0)
     replays: list[object] = []
     monkeypatch.setattr(record, "recorded", lambda *given: replays.append(recorded(*given)) or replays[-1])
     for workers in (1, 2):
         for name, tensor in run(tmp_path / f"workers-{workers}", workers=workers, **changes).items():
             assert torch.equal(tensor, plain[name])
+    train, test = images(60, 1, 8, 8)
+    run(tmp_path / "part", workers=2, **changes | {"rounds": 2})
+    resumed = dynafed.resume(tmp_path / "part", changes={"rounds": 3}, train=train, test=test)
+    assert resumed.plan.path.kernels
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in resumed.model.state_dict().items())
     assert replays
     assert None not in replays
     theirs = run(tmp_path / "torch", kernels="torch", **changes)
@@ -200,6 +240,40 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     build.library.cache_clear()
     assert build.library() is not None
     assert made.stat().st_mtime_ns == written
+    damaged = tmp_path / "other" / "dynafed" / made.name
+    damaged.parent.mkdir(parents=True, mode=0o700)
+    damaged.write_bytes(b"damaged")
+    damaged.chmod(0o600)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert damaged.stat().st_size == made.stat().st_size
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_library")
+def test_nothing_is_run_that_somebody_else_may_have_put_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "dynafed").mkdir()
+    (tmp_path / "dynafed").chmod(0o777)
+    assert build.library() is None
+    assert "others can write to" in caplog.text
+    file = tmp_path / "file"
+    file.touch(0o600)
+    assert build._nobody_else_writes(file)
+    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    assert not build._nobody_else_writes(file)
+
+
+@needs_compiler
+def test_a_run_on_our_kernels_is_not_resumed_on_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "run")
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    train, test = images(60, 1, 8, 8)
+    with pytest.raises(dynafed.UserError, match=r"install a C\+\+ compiler"):
+        dynafed.resume(tmp_path / "run", changes={"rounds": 4}, train=train, test=test)
 
 
 @needs_compiler
@@ -219,6 +293,24 @@ def test_it_is_the_work_that_decides() -> None:
     assert own(small.replace(method="dynafed", **{"dynafed.iterations": 10_000}))
     assert not own(small.replace(kernels="own", **{"convnet.norm": "batch"}))
     assert not own(small.replace(kernels="own", **{"convnet.width": 12}))
+    many = tiny().replace(**{"model": "mlp", "mlp.width": 16, "rounds": 1_000_000})
+    assert own(many)
+    assert not own(many.replace(method="fedprox", kernels="own"))  # for whose steps there is no kernel
+    assert own(many.replace(method="fedprox", **{"fedprox.mu": 0.0}))
+    assert not own(many.replace(optimizer="sgd"))
+    assert not own(many.replace(rounds=1000, local_steps=1, batch_size=10_000))  # a client hasn't as many samples
+
+
+def test_short_runs_record_nothing() -> None:
+    train, test = images(60, 1, 8, 8)
+
+    def records(**changes: object) -> bool:
+        return Plan.make(tiny().replace(**changes), train=train, test=test).path.record
+
+    assert not records()
+    assert records(rounds=1_000_000)
+    assert not records(rounds=1_000_000, record=False)
+    assert records(method="feddf", server_samples=6)  # the server takes thousands of steps
 
 
 @needs_compiler
@@ -292,6 +384,8 @@ def test_the_mlps_kernel_refuses_what_it_would_misread() -> None:
     for x in (torch.randn(2, 7), torch.randn(8, 2).t()):
         with pytest.raises(ValueError, match="lie in a row"):
             train(x, torch.zeros(2, dtype=torch.long), np.arange(2), 2)
+    # A batch that is larger than there are samples takes no more memory than they need.
+    assert train(torch.randn(2, 8), torch.zeros(2, dtype=torch.long), np.arange(2), 10**12).shape == (1,)
 
 
 @needs_compiler

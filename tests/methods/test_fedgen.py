@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,19 @@ def test_clients_send_their_label_counts_and_the_server_s_labels_follow() -> Non
         assert update.extras["fedgen"]["counts"].tolist() == counts[update.client].tolist()
     labels = tree.unnest(state)["seen"]["labels"]
     torch.testing.assert_close(labels, torch.from_numpy(counts.sum(0) / counts.sum()).float())
+
+
+@pytest.mark.parametrize("count", [-(10**15), 0])
+def test_label_counts_that_make_no_sense_don_t_end_the_run(count: int) -> None:
+    plan = plan_for("fedgen", fedgen__steps=1, **SETTINGS)
+    state = state_of(plan)
+    _, server, _ = one_server_round(plan, state)
+    lies = {"fedgen": {"counts": torch.full((4,), count)}}
+    updates = [dataclasses.replace(update, extras=lies) for update in server.updates]
+    for told in (updates, [*updates[:1], *server.updates[1:]]):
+        refined = plan.methods.client.refine(server.combined, state, dataclasses.replace(server, updates=told))
+        assert all(torch.isfinite(tensor).all() for tensor in refined.state.values())
+        assert (refined.state["seen/labels"] >= 0).all()
 
 
 def test_heads_are_trusted_by_their_label_counts_and_alike_features_cost() -> None:

@@ -8,17 +8,24 @@ from by_hand import made, number, one, plan_for, seen_by_server
 from problems import tiny
 
 from dynafed import UserError
+from dynafed.methods import Mean
 from dynafed.tree import Tree
 
 
+def mean(*clients: float) -> Tree:
+    combiner = Mean("uniform")
+    for client in clients:
+        combiner.add_tree(one(client))
+    return combiner.result()
+
+
 def two_rounds(name: str, **settings: float) -> list[tuple[float, Tree]]:
-    """The global model and the moments after the average first lies at 2, then one below the global model."""
+    """The global model and the moments after two clients first come to 1 and 3, then go 3 down and 1 up."""
     method = made(name, **{f"{name}__{key}": value for key, value in settings.items()})
-    plan = seen_by_server(0, 0, 1, 1).plan
-    state = method.initial(plan, one(0))
-    first = method.refine(one(2.0), state, seen_by_server(0, 2.0, 1, 1))
+    state = method.initial(seen_by_server(0, 0, 2, 2).plan, one(0))
+    first = method.refine(mean(1.0, 3.0), state, seen_by_server(0, 2.0, 2, 2))
     w = number(first.model)
-    second = method.refine(one(w - 1), first.state, seen_by_server(w, w - 1, 1, 1))
+    second = method.refine(mean(w - 3, w + 1), first.state, seen_by_server(w, w - 1, 2, 2))
     return [(w, first.state), (number(second.model), second.state)]
 
 

@@ -8,13 +8,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynafed import optim, tree
 from dynafed.engine.plan import Plan
 from dynafed.kernels.mlp import MLPTraining
-from dynafed.methods import Local
-from dynafed.models import Classifier, Layers
+from dynafed.methods import Local, Method
 from dynafed.optim import Optimizer, inference
 from dynafed.record import Function
 from dynafed.tree import Tree
@@ -29,21 +28,9 @@ Training = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
 
 def training(plan: Plan, params: Tree, local: Local, optimizer: Optimizer) -> Training:
     """What changes a client's `params` step by step: our kernel, where that does the same, or the method's gradient."""
-    plain = not plan.methods.client.overrides("draw", "loss", "adjust") and "exp_avg" in optimizer.kept
-    if plan.path.kernels and plain and _is_whole_mlp(plan.module):
+    if plan.path.epochs:
         return MLPTraining([params[name] for name in plan.trainable], optimizer)
     return Gradient(plan, params, local, optimizer).epoch
-
-
-def _is_whole_mlp(module: nn.Module) -> bool:
-    """Whether it is our MLP as it is, with nothing frozen or replaced."""
-    return (
-        type(module) is Classifier
-        and isinstance(module.features, Layers)
-        and type(module.head) is nn.Linear
-        and all(parameter.requires_grad for parameter in module.parameters())
-        and len(list(module.parameters())) == 2 * sum(type(layer) is nn.Linear for layer in module.modules())
-    )
 
 
 class Gradient:
@@ -51,7 +38,7 @@ class Gradient:
 
     def __init__(self, plan: Plan, params: Tree, local: Local, optimizer: Optimizer) -> None:
         self.plan, self.params, self.local, self.optimizer = plan, params, local, optimizer
-        self.method = plan.methods.client
+        self.method = Method(plan.config) if plan.methods.client.plain() else plan.methods.client
         self.draws = self.method.overrides("draw")
         self.context = tree.by_name(tree.nest({part: getattr(local, part) for part in CONTEXT}))
         self.tensors = (*params.values(), *self.context.values())

@@ -133,8 +133,8 @@ class Plan:
         """How the run is executed."""
         config = self.config
         epoch = len(self.partition.indices) // len(self.partition)
-        seen = config.local_steps * config.batch_size or config.local_epochs * epoch
-        return choose(config, self.module, config.rounds * config.sampled * seen)
+        seen = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
+        return choose(config, self.module, config.rounds * config.sampled * seen, self.methods)
 
     @cached_property
     def recorder(self) -> Recorder:

@@ -40,7 +40,7 @@ class Simulation(Fleet):
             raise UserError(
                 f"engine = 'flower' simulates on the CPU; device = '{plan.config.device}' needs engine = 'local'"
             )
-        self.actors = min(plan.config.workers or os.cpu_count() or 1, plan.config.sampled)
+        self.actors = plan.path.workers
         super().__init__(plan, FlowerSettings(timeout=PATIENCE))
         self.path = path
         self.grids: Queue[Grid | None] = Queue()

@@ -52,10 +52,15 @@ def library() -> ctypes.CDLL | None:
         log.warning("no C++ compiler: networks run on torch's own kernels, which are slower")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("our kernels don't compile here (%s): networks run on torch's own", said.splitlines()[0])
+        file = _compiled(compiler)
+        try:
+            return ctypes.CDLL(str(file))
+        except OSError:  # damaged
+            file.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        log.warning("our kernels don't compile here (%s): networks run on torch's own", said.partition("\n")[0])
         return None
 
 
@@ -63,22 +68,32 @@ def _compiled(compiler: str) -> Path:
     """The library's file, made if it isn't there; its name tells source, compiler and processor."""
     files = resources.files(__package__)
     sources = {name: files.joinpath(name).read_bytes() for name in SOURCES}
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=True).stdout
+    asked = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=True, text=True)
     key = hashlib.blake2b(
-        b"\0".join((*sources.values(), version, _processor().encode(), *map(str.encode, FLAGS))), digest_size=12
+        b"\0".join((*sources.values(), asked.stdout.encode(), _processor().encode(), *map(str.encode, FLAGS))),
+        digest_size=12,
     )
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
     target = folder / f"kernels-{key.hexdigest()}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _nobody_else_writes(folder):
+        raise PermissionError(f"others can write to {folder}")
+    if not (target.exists() and _nobody_else_writes(target)):
         with tempfile.TemporaryDirectory(dir=folder) as work:
             made = Path(work) / "kernels.so"
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
             command = [compiler, *FLAGS, "-o", made.name, *sources]
             subprocess.run(command, cwd=work, capture_output=True, timeout=TIMEOUT, check=True, text=True)
+            made.chmod(0o700)
             made.replace(target)  # whoever else compiles it at this moment makes the same
     return target
+
+
+def _nobody_else_writes(path: Path) -> bool:
+    """Whether what lies there can only be our own: it will be run."""
+    found = path.stat()
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 def _processor() -> str:

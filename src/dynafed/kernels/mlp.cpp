@@ -159,6 +159,7 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
         layer.weight = own[0], layer.weight_m = own[1], layer.weight_v = own[2];
         layer.bias = own[3], layer.bias_m = own[4], layer.bias_v = own[5];
     }
+    batch = std::min(batch, count);
     Adam adam{rate, beta1, beta2, eps, decay, decoupled != 0, done};
     std::vector<float> samples(batch * sizes[0]);
     std::vector<Int> labels(batch);

@@ -338,7 +338,9 @@ def _pooled_gradient_gradient(
 def _call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], eps: float | None = None) -> None:
     rest = [ctypes.c_int64(size) for size in sizes] + ([ctypes.c_double(eps)] if eps is not None else [])
     kind = next(CPP[tensor.dtype] for tensor in tensors if tensor is not None)
-    function(f"{name}_{kind}")(*map(address, tensors), *rest)
+    # A gradient that torch spreads out of a single number has no memory of its own.
+    dense = [tensor.contiguous() if tensor is not None and tensor.ndim == 1 else tensor for tensor in tensors]
+    function(f"{name}_{kind}")(*map(address, dense), *rest)
 
 
 def _sizes(z: Tensor) -> tuple[int, ...]:

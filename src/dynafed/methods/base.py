@@ -145,6 +145,8 @@ class Method:
     citation: ClassVar[str] = ""
     needs: ClassVar[Needs] = Needs()
     Settings: ClassVar[type[Any] | None] = None
+    strengths: ClassVar[tuple[str, ...]] = ()
+    """Settings that, all at 0, leave nothing of what the method does to local training."""
 
     registry: ClassVar[dict[str, type[Method]]] = {}
 
@@ -215,6 +217,11 @@ class Method:
     def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
         """Change the combined model."""
         return Refined(model, state)
+
+    def plain(self) -> bool:
+        """Whether local training takes the very steps of FedAvg."""
+        off = self.strengths and not any(getattr(self.settings, name) for name in self.strengths)
+        return bool(off) or not self.overrides("draw", "loss", "adjust")
 
     @classmethod
     def overrides(cls, *functions: str) -> bool:

@@ -114,6 +114,6 @@ class DynaFed(Method):
             plan.dataset.shape,
             plan.dataset.classes,
             plan.seeds,
-            plan.path.workers,
+            plan.path.server_threads,
             partial(measure, plan) if self.settings.evidence else None,
         )

@@ -5,6 +5,7 @@ Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ class FedDyn(Method):
     """Adds alpha/2 * ||w - w_global||^2 - <g_i, w> to the local loss; g_i is what the client's gradient was last time.
 
     As in FedProx, only the gradient of these terms is computed. The server adds what its clients' models are always
-    short of, -h/alpha, where h sums alpha times every participant's way, divided by the number of all clients.
+    short of, -h/alpha, where h sums alpha times every participant's way, divided by the number of all clients. Where
+    something else stands in the average's place (`feddyn+median`), that tells the participants' mean way, too.
     """
 
     name = "feddyn"
@@ -38,6 +40,11 @@ class FedDyn(Method):
     needs = Needs(client_memory=True)
     Settings = FedDynSettings
     settings: FedDynSettings
+    strengths = ("alpha",)
+
+    def refuses(self, others: Sequence[Method]) -> str | None:
+        """The server's h is a uniform mean over clients, and so must be the average that it is read off."""
+        return None if self.config.weighting == "uniform" else "feddyn's clients count alike: weighting = 'uniform'"
 
     def begin(self, local: Local) -> Tree:
         """The client's last gradient g_i, zero at first."""
@@ -46,8 +53,6 @@ class FedDyn(Method):
     def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
         """Add the gradient of both terms."""
         alpha = self.settings.alpha
-        if alpha == 0:
-            return grads
         return map_tensors(
             lambda grad, w, start, last: grad + alpha * (w - start) - last, grads, params, local.start, local.carry
         )

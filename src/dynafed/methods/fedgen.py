@@ -6,7 +6,6 @@ Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed import optim
-from dynafed.generator import draw_inputs, fresh, generate, generator_loss
+from dynafed.generator import all_heads, draw_inputs, fresh, generate, generator_loss
 from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
 from dynafed.settings import setting
-from dynafed.tree import Tree, nest, to, unnest
+from dynafed.tree import Tree, nest, only, to, unnest
 
 if TYPE_CHECKING:
     from dynafed.engine.plan import Plan
@@ -54,11 +53,12 @@ class FedGen(Method):
     needs = Needs(client_models=True, features=True)
     Settings = FedGenSettings
     settings: FedGenSettings
+    strengths = ("alpha", "beta")
 
     def draw(self, size: int, local: Local) -> Tree:
         """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
         chosen, rounds = self.settings, int(local.extras["seen/rounds"])
-        if not rounds or chosen.alpha == chosen.beta == 0:
+        if not rounds:
             return {}
         shares, device = local.extras["seen/labels"], local.x.device
         labels, noise = draw_inputs(shares, chosen.client_batch, chosen.noise, local.rng, device, more=size)
@@ -99,12 +99,12 @@ class FedGen(Method):
     def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
         """Train the generator; the model stays as it is."""
         chosen, plan, parts = self.settings, server.plan, unnest(state)
-        counts = torch.stack([update.extras[self.name]["counts"] for update in server.updates]).double()
-        seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": (counts.sum(0) / counts.sum()).float()}
+        counts = torch.stack([update.extras[self.name]["counts"] for update in server.updates]).clamp(min=0).double()
+        labels = (counts.sum(0) / counts.sum()).float() if counts.any() else parts["seen"]["labels"]
+        seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": labels}
         trust = (counts / counts.sum(0).clamp(min=1)).to(plan.device, torch.float32)
         names = [name for name in model if name.startswith("head.")]
-        stacked = {name: torch.stack([u.model[name] for u in server.updates]).to(plan.device) for name in names}
-        heads = partial(torch.func.vmap(plan.head, in_dims=(0, None)), stacked)
+        heads = all_heads(plan.head, [to(only(update.model, names), plan.device) for update in server.updates])
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
         net = {name: parts["net"][name].to(plan.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)

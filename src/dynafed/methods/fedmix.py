@@ -46,6 +46,7 @@ class FedMix(Method):
     citation = "Yoon et al., ICLR 2021"
     Settings = FedMixSettings
     settings: FedMixSettings
+    strengths = ("ratio",)
 
     def enrol(self, plan: Plan, client: int) -> Tree:
         """The client's averages: every group has `samples` samples or a few more, never fewer."""
@@ -93,8 +94,6 @@ class FedMix(Method):
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
         """The mixed loss."""
         ratio = self.settings.ratio
-        if ratio == 0:
-            return super().loss(params, x, y, local)
         x_mean, y_mean = local.drawn["x"], local.drawn["y"]
         taylor = self.settings.mix == "taylor"
         mixed = (1 - ratio) * x if taylor else (1 - ratio) * x + ratio * x_mean

@@ -23,7 +23,7 @@ class FedProx(Method):
     """Adds mu/2 * ||w - w_global||^2 to the local loss.
 
     Only its gradient, mu * (w - w_global), is ever computed, so the training loss in the metrics stays the data's.
-    With mu = 0 the method is FedAvg, bit for bit.
+    With mu = 0 local training is FedAvg's, bit for bit.
     """
 
     name = "fedprox"
@@ -31,10 +31,9 @@ class FedProx(Method):
     citation = "Li et al., MLSys 2020"
     Settings = FedProxSettings
     settings: FedProxSettings
+    strengths = ("mu",)
 
     def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
         """Add the gradient of the proximal term."""
         mu = self.settings.mu
-        if mu == 0:
-            return grads
         return map_tensors(lambda grad, w, start: grad + mu * (w - start), grads, params, local.start)

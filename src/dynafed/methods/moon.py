@@ -40,10 +40,11 @@ class Moon(Method):
     needs = Needs(client_memory=True, features=True)
     Settings = MoonSettings
     settings: MoonSettings
+    strengths = ("mu",)
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
         """Cross-entropy and the contrastive term."""
-        if not (local.memory and self.settings.mu):
+        if not local.memory:
             return super().loss(params, x, y, local)
         features = local.features(params, x)
         with torch.no_grad():

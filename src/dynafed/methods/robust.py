@@ -89,7 +89,7 @@ class TrimmedMean(Robust):
 
 def part(share: float, models: int, spare: int) -> int:
     """A share of the models, rounded up, of which twice as many can be missed while `spare` are left."""
-    return min(math.ceil(share * models), max(0, (models - spare) // 2))
+    return min(math.ceil(share * models - 1e-9), max(0, (models - spare) // 2))
 
 
 def trimmed(models: list[Tree], cut: int) -> Tree:

@@ -53,7 +53,8 @@ def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
         "real samples": (x, F.one_hot(y, classes).float()),
         "noise": (noise, F.one_hot(guesses, classes).float()),
     }
-    reached = {name: _reached(plan.module, segments, *each, synthetic.inner_lr) for name, each in sets.items()}
+    threads = plan.path.server_threads
+    reached = {name: _reached(plan.module, segments, *each, synthetic.inner_lr, threads) for name, each in sets.items()}
     return Quality(
         _distances("l2", segments, reached["D_syn"]),
         {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
@@ -61,11 +62,13 @@ def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
     )
 
 
-def matching_by_segment(module: nn.Module, segments: Segments, synthetic: Synthetic) -> dict[int, float]:
+def matching_by_segment(
+    module: nn.Module, segments: Segments, synthetic: Synthetic, threads: int = 0
+) -> dict[int, float]:
     """The matching loss at the end of every segment: the one measure that needs no real samples."""
     device = next(module.parameters()).device
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
-    return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr))
+    return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr, threads))
 
 
 def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
@@ -77,15 +80,17 @@ def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
                 reset()
     weights = {name: tensor.detach() for name, tensor in fresh.state_dict().items()}
     optimizer, lr, steps = SCRATCH
-    trained = train_on(plan.module, weights, synthetic, optimizer, lr, steps, rng=plan.seeds.rng("scratch"))
+    rng, threads = plan.seeds.rng("scratch"), plan.path.server_threads
+    trained = train_on(plan.module, weights, synthetic, optimizer, lr, steps, rng=rng, threads=threads)
     return accuracy(plan, trained)
 
 
-def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float) -> list[Tree]:
+def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float, threads: int) -> list[Tree]:
     """Where the inner steps on these samples lead from the start of every segment."""
     config = segments.config
     ends = []
-    with inner_problem(module, labels, loss_scale(config, labels.shape[1]) / len(x), config.chunk) as inner:
+    scale = loss_scale(config, labels.shape[1]) / len(x)
+    with inner_problem(module, labels, scale, config.chunk, threads) as inner:
         for segment in segments.whole():
             params = segment.start
             for _ in range(config.inner_steps):

@@ -38,6 +38,7 @@ def finetune(
         batch=config.finetune_batch,
         scale=loss_scale(config, synthetic.logits.shape[1]),
         change=keyed_augment(config, seeds, "finetune", round),
+        chunk=config.chunk,
         threads=threads,
     )
 
@@ -54,6 +55,7 @@ def train_on(
     batch: int = 0,
     scale: float = 1.0,
     change: Callable[[Tensor, int], Tensor] | None = None,
+    chunk: int = 0,
     threads: int = 0,
 ) -> Tree:
     """The weights after so many steps on the synthetic samples; buffers stay as they are.
@@ -70,7 +72,7 @@ def train_on(
     params = {name: moved[name] for name in weights if name in trained}
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
     stepper = optim.Optimizer(optimizer, list(params.values()), lr)
-    with inner_problem(module, labels, scale, threads=threads) as whole:
+    with inner_problem(module, labels, scale, chunk, threads) as whole:
         for number, (samples, wanted) in enumerate(optim.batches((x, labels), batch or len(x), steps, rng)):
             seen = samples if change is None else change(samples, number)
             inner = replace(whole, labels=wanted, scale=scale / len(wanted), buffers=moved)

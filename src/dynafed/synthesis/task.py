@@ -76,6 +76,6 @@ def synthesise_from(
         album.close(made, quality)
     metrics = {
         "inner_lr": made.inner_lr,
-        "matching_loss": fmean(matching_by_segment(task.module, segments, made).values()),
+        "matching_loss": fmean(matching_by_segment(task.module, segments, made, task.threads).values()),
     }
     return made, metrics | (asdict(quality) if quality else {})

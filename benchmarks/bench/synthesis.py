@@ -20,13 +20,15 @@ STEPS = 20
 WIDTHS = (32, 64, 128)
 FLATNESS = (4, 20, 64)
 LIMIT_GB = 18
-"""The unrolled loop passes 10 GB at width 128: it gets one turn there, this much address space, and this long."""
+"""The unrolled loop passes 10 GB at width 128: it gets this much address space, and this long."""
 PATIENCE = 600.0
+EXACT = 64
+"""The greatest width at which the unrolled loop also runs in float64, to tell how exact the gradients are."""
 
 
-def side(name: str, *, images: int, steps: int, save: Path | None = None, **more: Any) -> Side:
+def side(name: str, *, images: int, steps: int, save: Path | None = None, dtype: str = "float32", **more: Any) -> Side:
     """One of the two ways to the gradient; both with all cores as threads."""
-    options = {"side": name, "synthetic": images, "steps": steps, "threads": CORES} | (
+    options = {"side": name, "synthetic": images, "steps": steps, "threads": CORES, "dtype": dtype} | (
         {"save": str(save)} if save else {}
     )
     limit = {"limit_gb": LIMIT_GB} if name == "unrolled" else {}
@@ -74,22 +76,16 @@ def measure(
 
 
 def _at(width: int, repeats: int, environment: Mapping[str, str], images: int, steps: int) -> dict[str, Any]:
-    slow = width >= 128
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / f"{name}.npz" for name in ("ours", "unrolled")}
-        sides = [
-            side("ours", images=images, steps=steps, save=files["ours"]),
-            side(
-                "unrolled",
-                images=images,
-                steps=steps,
-                save=files["unrolled"],
-                most=1 if slow else repeats,
-                timeout=PATIENCE,
-            ),
-        ]
+        files = {name: Path(folder) / f"{name}.npz" for name in ("ours", "unrolled", "exact")}
+        size: dict[str, Any] = {"images": images, "steps": steps, "timeout": PATIENCE}
+        if width <= EXACT:
+            exact = side("unrolled", save=files["exact"], dtype="float64", **size)
+            interleave([(exact, job(width), Path())], 1, environment, warm_up=1)
+        sides = [side(name, save=files[name], **size) for name in ("ours", "unrolled")]
         results, absent = interleave([(one, job(width), Path()) for one in sides], repeats, environment, warm_up=1)
-        errors = relative_errors(files["ours"], files["unrolled"]) if all(map(Path.exists, files.values())) else {}
+        errors = relative_errors(files["ours"], files["unrolled"])
+        from_float64 = {name: relative_errors(files[name], files["exact"]) for name in ("ours", "unrolled")}
     by_name = {result["options"]["side"]: result for result in results}
     ours, theirs = by_name.get("ours"), by_name.get("unrolled")
     return {
@@ -99,10 +95,13 @@ def _at(width: int, repeats: int, environment: Mapping[str, str], images: int, s
         "times_faster": theirs["best"] / ours["best"] if ours and theirs else None,
         "share_of_memory": ours["peak_mb"] / theirs["peak_mb"] if ours and theirs else None,
         "relative_errors": errors,
+        "from_float64": from_float64,
     }
 
 
 def relative_errors(ours: Path, theirs: Path) -> dict[str, float]:
-    """How far apart two float32 gradients are, as a share of their length."""
+    """How far apart two gradients are, as a share of the second's length; nothing if one isn't there."""
+    if not (ours.exists() and theirs.exists()):
+        return {}
     with np.load(ours) as a, np.load(theirs) as b:
         return {name: float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b.files}

@@ -1,4 +1,4 @@
-"""What no implementation can go below by much: the matrix products and the optimiser's memory traffic, nothing else.
+"""What can hardly be avoided: torch's matrix products or convolutions and the optimiser's memory traffic, nothing else.
 
 No loss, no activations, no gathering of batches, no averaging; buffers are allocated once. Adam reads parameters,
 gradients and two moments, and writes parameters and moments: four reads and three writes a step.

@@ -21,19 +21,23 @@ Problem = tuple[nn.Module, Tree, Tree, Tensor, Tensor]
 RATE = 0.02
 
 
-def problem(shape: tuple[int, ...], classes: int, width: int, samples: int) -> Problem:
+def problem(
+    shape: tuple[int, ...], classes: int, width: int, samples: int, dtype: torch.dtype = torch.float32
+) -> Problem:
     """A network, two places in its space of weights, and a synthetic set; the same in every process."""
     torch.manual_seed(0)
     model = convnet(shape, classes, ConvNetSettings(width=width))
     start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     target = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in start.items()}
-    return model, start, target, torch.randn(samples, *shape), torch.randn(samples, classes)
+    x, y = torch.randn(samples, *shape), torch.randn(samples, classes)
+    turned = [{name: tensor.to(dtype) for name, tensor in tree.items()} for tree in (start, target)]
+    return model.to(dtype), turned[0], turned[1], x.to(dtype), y.to(dtype)
 
 
 def unrolled(model: nn.Module, start: Tree, target: Tree, x: Tensor, y: Tensor, rate: float, steps: int) -> Gradients:
     """Keep the graph of every inner step, then differentiate through all of them."""
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-    lr = torch.tensor(rate, requires_grad=True)
+    lr = torch.tensor(rate, dtype=x.dtype, requires_grad=True)
     params = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     for _ in range(steps):
         loss = F.cross_entropy(functional_call(model, params, (x,)), y.softmax(1))
@@ -66,7 +70,8 @@ def main() -> None:
     if limit := options.get("limit_gb"):
         resource.setrlimit(resource.RLIMIT_AS, (limit * 2**30, limit * 2**30))
     side: Callable[..., Gradients] = {"ours": ours, "unrolled": unrolled}[options["side"]]
-    given = problem(workload.shape, workload.classes, workload.width, options["synthetic"])
+    dtype = getattr(torch, options.get("dtype", "float32"))
+    given = problem(workload.shape, workload.classes, workload.width, options["synthetic"], dtype)
     if options["side"] == "ours":
         prepare(given[0])
 

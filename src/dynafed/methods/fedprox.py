@@ -1,6 +1,7 @@
 """FedProx: a client is held back from drifting away from the global model.
 
-Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020.
+Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020. Its other half, that a slow client's partial
+work counts, is every method's here (`stragglers`).
 """
 
 from __future__ import annotations

@@ -186,6 +186,10 @@ def other_numbers(content: RecordDict) -> None:
     content["metrics"] = MetricRecord({**content.metric_records["metrics"], "examples": 1.5})
 
 
+def no_time(content: RecordDict) -> None:
+    content["metrics"] = MetricRecord({**content.metric_records["metrics"], "seconds": float("nan")})
+
+
 def garbage(content: RecordDict) -> None:
     content["model"] = ArrayRecord({"x": Array("float32", (1,), "numpy.ndarray", b"garbage")})
 
@@ -214,6 +218,7 @@ SPOILERS = {
     no_model: "can't be read: KeyError",
     no_numbers: "can't be read: KeyError",
     other_numbers: "can't be read: ValueError",
+    no_time: "can't be read: ValueError: a time that can't be",
     garbage: "can't be read: ValueError",
     pickled: "can't be read: ValueError",
     no_receipt: "can't be read",

@@ -12,6 +12,7 @@ from problems import tiny
 from dynafed import UserError
 from dynafed.messages import Update
 from dynafed.methods.krum import krum_scores
+from dynafed.methods.robust import part
 from dynafed.tree import Tree
 
 VALUES = [1.0, 2.0, 4.0, 5.0, 100.0]
@@ -63,6 +64,11 @@ def test_krum_s_scores_by_hand() -> None:
     assert krum_scores(points, 0) == [26.0, 14.0, 14.0, 26.0, 95.0**2 + 96.0**2 + 98.0**2]
 
 
+@pytest.mark.parametrize(("share", "models", "out"), [(0.07, 100, 7), (0.1, 10, 1), (0.11, 10, 2), (0.5, 10, 4)])
+def test_a_share_of_the_models_is_rounded_up_but_not_for_rounding_errors(share: float, models: int, out: int) -> None:
+    assert part(share, models, spare=1) == out
+
+
 def test_two_liars_of_nine_don_t_move_them_far() -> None:
     values = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.0, -1000.0, 1000.0]
     for method, settings in (("median", {}), ("trimmed-mean", {}), ("krum", {"krum__share": 0.2})):
@@ -77,6 +83,7 @@ def test_two_liars_of_nine_don_t_move_them_far() -> None:
         ({"method": "median+feddf", "server_samples": 40}, "median distrusts single clients, but feddf"),
         ({"method": "krum+abavg", "server_samples": 40}, "both replace the average"),
         ({"method": "median", "weighting": "examples"}, "median has weights of its own"),
+        ({"method": "feddyn", "weighting": "examples"}, "feddyn's clients count alike"),
     ],
 )
 def test_nonsense_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -137,7 +137,7 @@ def synthesis(found: Mapping[str, Any]) -> Iterable[str]:
             rows.append(
                 (
                     str(width["width"]),
-                    result["options"]["side"],
+                    who,
                     number(result["best"]),
                     number(result["peak_mb"]),
                     str(len(result["seconds"])),

@@ -206,6 +206,13 @@ def no_library() -> Iterator[None]:
     build.library.cache_clear()
 
 
+@pytest.fixture
+def cache(no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user's cache with nothing in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dynafed"
+
+
 @pytest.mark.usefixtures("no_library")
 def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -219,23 +226,19 @@ def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("no_library")
 def test_a_compiler_that_fails_is_no_catastrophe(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
     assert build.library() is None
     assert "don't compile here" in caplog.text
-    assert not list(tmp_path.glob("dynafed/*"))
+    assert not list(cache.glob("*"))
 
 
 @needs_compiler
-@pytest.mark.usefixtures("no_library")
-def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_was_compiled_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert build.library() is not None
-    (made,) = tmp_path.glob("dynafed/*")
+    (made,) = cache.glob("*")
     written = made.stat().st_mtime_ns
     build.library.cache_clear()
     assert build.library() is not None
@@ -251,13 +254,11 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @needs_compiler
-@pytest.mark.usefixtures("no_library")
 def test_nothing_is_run_that_somebody_else_may_have_put_there(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "dynafed").mkdir()
-    (tmp_path / "dynafed").chmod(0o777)
+    cache.mkdir()
+    cache.chmod(0o777)
     assert build.library() is None
     assert "others can write to" in caplog.text
     file = tmp_path / "file"

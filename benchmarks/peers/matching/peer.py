@@ -70,7 +70,7 @@ def main() -> None:
     if limit := options.get("limit_gb"):
         resource.setrlimit(resource.RLIMIT_AS, (limit * 2**30, limit * 2**30))
     side: Callable[..., Gradients] = {"ours": ours, "unrolled": unrolled}[options["side"]]
-    dtype = getattr(torch, options.get("dtype", "float32"))
+    dtype = getattr(torch, options["dtype"])
     given = problem(workload.shape, workload.classes, workload.width, options["synthetic"], dtype)
     if options["side"] == "ours":
         prepare(given[0])

@@ -74,8 +74,9 @@ def synthesise_from(
     if album:
         made.save(album.folder / "synthetic.safetensors")
         album.close(made, quality)
-    metrics = {
-        "inner_lr": made.inner_lr,
-        "matching_loss": fmean(matching_by_segment(task.module, segments, made, task.threads).values()),
-    }
+    if quality:
+        by_segment = quality.matching_by_segment
+    else:
+        by_segment = matching_by_segment(task.module, segments, made, task.threads)
+    metrics = {"inner_lr": made.inner_lr, "matching_loss": fmean(by_segment.values())}
     return made, metrics | (asdict(quality) if quality else {})

@@ -22,16 +22,21 @@ Group = TypeVar("Group")
 
 def setting(
     default: Any,
-    help: str,
+    doc: str,
     *,
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
+    execution: bool = False,
 ) -> Any:
-    """A described field: at least `low`, at most `high`, strictly more than `above`, or one of `choices`."""
+    """A described field: at least `low`, at most `high`, strictly more than `above`, or one of `choices`.
+
+    `execution` marks a key that decides how a run is executed, not what it computes.
+    """
     return dataclasses.field(
-        default=default, metadata={"help": help, "low": low, "high": high, "above": above, "choices": choices}
+        default=default,
+        metadata={"doc": doc, "low": low, "high": high, "above": above, "choices": choices, "execution": execution},
     )
 
 
@@ -70,7 +75,7 @@ def describe(group: type[Any]) -> list[dict[str, Any]]:
             "name": field.name,
             "type": getattr(types[field.name], "__name__", str(types[field.name])),
             "default": list(field.default) if isinstance(field.default, tuple) else field.default,
-            "help": field.metadata["help"],
+            "help": field.metadata["doc"],
         }
         for field in dataclasses.fields(group)
     ]

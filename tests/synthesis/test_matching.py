@@ -50,8 +50,8 @@ def unrolled(
         loss = soft_cross_entropy(functional_call(model, params, (change(x, step),)), y.softmax(1)) / len(x)
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
         params = {name: tensor - rate * grad for (name, tensor), grad in zip(params.items(), grads, strict=True)}
-    apart = distance_between(kind, params, start, target)
-    return apart.detach(), *torch.autograd.grad(apart, (x, y, rate))
+    distance = distance_between(kind, params, start, target)
+    return distance.detach(), *torch.autograd.grad(distance, (x, y, rate))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])

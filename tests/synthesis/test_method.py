@@ -18,7 +18,7 @@ import dynafed
 import dynafed.report
 from dynafed import Interrupted, UserError, tree
 from dynafed.engine.run import Progress
-from dynafed.synthesis import Synthetic
+from dynafed.synthesis import SyntheticData
 
 SMALL: dict[str, Any] = {
     "method": "dynafed",
@@ -92,7 +92,7 @@ def test_stopped_in_the_synthesis_it_goes_on_to_the_same_bits(
 
 def test_a_synthetic_set_serves_a_later_run(whole: dynafed.Result, tmp_path: Path) -> None:
     file = whole.path / "synthetic.safetensors"
-    made = Synthetic.load(file, (6,), 4)
+    made = SyntheticData.load(file, (6,), 4)
     assert len(made.x) == 12
     assert made.provenance["config"]["iterations"] == 10
     again = run_tiny(tmp_path / "r", **SMALL | {"dynafed__synthetic": str(file)})
@@ -102,7 +102,7 @@ def test_a_synthetic_set_serves_a_later_run(whole: dynafed.Result, tmp_path: Pat
         run_tiny(tmp_path / "x", **SMALL | {"dynafed__synthetic": "absent.safetensors"})
 
 
-def test_it_can_synthesise_again(tmp_path: Path) -> None:
+def test_it_can_synthesize_again(tmp_path: Path) -> None:
     again = run_tiny(tmp_path / "r", **SMALL | {"dynafed__resynthesize_every": 2, "dynafed__include_initial": True})
     assert [record["round"] for record in again.history if "inner_lr" in record] == [4, 6, 8]
     kept = tree.unnest(tree.unnest(again.state.server["dynafed"])["trajectory"])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dynafed import UserError, optim, tree
 from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.seeds import Seeds
-from dynafed.synthesis import DynaFedSettings, Synthetic, finetune, synthesize
-from dynafed.synthesis.synthesize import EXPLODED, Segments, Work
+from dynafed.synthesis import DynaFedSettings, SyntheticData, finetune, synthesize
+from dynafed.synthesis.synthesize import EXPLODED, Segments, SynthesisState
 from dynafed.tree import Tree
 
 SMALL = {"samples": 20, "iterations": 12, "inner_steps": 5, "segment": 2, "trajectory": 5, "inner_lr": 0.1}
@@ -25,14 +25,14 @@ SMALL = {"samples": 20, "iterations": 12, "inner_steps": 5, "segment": 2, "traje
 def trained(model: nn.Module, shape: tuple[int, ...], classes: int, checkpoints: int = 6) -> list[Tree]:
     """A trajectory as a real run leaves it: some Adam steps between the checkpoints, on classes with structure."""
     rng = np.random.default_rng(0)
-    centres = torch.from_numpy(rng.normal(size=(classes, *shape)).astype(np.float32))
+    centers = torch.from_numpy(rng.normal(size=(classes, *shape)).astype(np.float32))
     params = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()}
     optimizer = optim.Optimizer("adam", list(params.values()), 2e-3)
     path = [tree.clone(params)]
     for _ in range(checkpoints - 1):
         for _ in range(10):
             y = torch.from_numpy(rng.integers(0, classes, 64))
-            x = centres[y] + torch.from_numpy(rng.normal(size=(64, *shape)).astype(np.float32))
+            x = centers[y] + torch.from_numpy(rng.normal(size=(64, *shape)).astype(np.float32))
             loss = nn.functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
             optimizer.step(torch.autograd.grad(loss, list(params.values())))
         path.append(tree.clone(params))
@@ -74,7 +74,7 @@ def test_without_tuning_the_matching_loss_falls_by_a_quarter(
         shape,
         classes,
         config,
-        seen=lambda iteration, loss, x: losses.append(loss),
+        on_iteration=lambda iteration, loss, x: losses.append(loss),
     )
     assert np.mean(losses[-10:]) < 0.75
 
@@ -99,31 +99,37 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path:
     whole = synthesize(model, path, (6,), 4, SMALL)
     calls = 0
 
-    def check() -> None:
+    def check_stop() -> None:
         nonlocal calls
         calls += 1
         if calls == after + 1:
             raise Stop
 
     with pytest.raises(Stop):
-        synthesize(model, path, (6,), 4, SMALL, work=tmp_path / "work", check=check)
+        synthesize(model, path, (6,), 4, SMALL, state_file=tmp_path / "state", check_stop=check_stop)
     seen: list[int] = []
     again = synthesize(
-        model, path, (6,), 4, SMALL, work=tmp_path / "work", seen=lambda iteration, loss, x: seen.append(iteration)
+        model,
+        path,
+        (6,),
+        4,
+        SMALL,
+        state_file=tmp_path / "state",
+        on_iteration=lambda iteration, loss, x: seen.append(iteration),
     )
     assert seen[0] == after + 1
     assert tree.digest(again.tree()) == tree.digest(whole.tree())
-    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / "state").exists()
 
 
-def test_work_of_another_task_or_a_damaged_file_is_not_taken_over(case: Any, tmp_path: Path) -> None:
+def test_the_state_of_another_task_or_a_damaged_file_is_not_taken_over(case: Any, tmp_path: Path) -> None:
     model, path = case
     whole = synthesize(model, path, (6,), 4, SMALL)
-    work = Work(DynaFedSettings(samples=20), (6,), 4, Seeds(0), torch.device("cpu"))
-    work.save(tmp_path / "other", "another task")
+    state = SynthesisState(DynaFedSettings(samples=20), (6,), 4, Seeds(0), torch.device("cpu"))
+    state.save(tmp_path / "other", "another task")
     (tmp_path / "broken").write_bytes(b"nothing")
     for name in ("other", "broken"):
-        assert tree.digest(synthesize(model, path, (6,), 4, SMALL, work=tmp_path / name).tree()) == tree.digest(
+        assert tree.digest(synthesize(model, path, (6,), 4, SMALL, state_file=tmp_path / name).tree()) == tree.digest(
             whole.tree()
         )
 
@@ -150,7 +156,7 @@ def test_an_exploding_rate_is_halved_until_it_works(case: Any, caplog: pytest.Lo
         (6,),
         4,
         SMALL | {"inner_lr": 1e6, "iterations": 40},
-        seen=lambda iteration, loss, x: losses.append(loss),
+        on_iteration=lambda iteration, loss, x: losses.append(loss),
     )
     assert "inner rate halved" in caplog.text
     assert 0 < made.inner_lr < 1e6
@@ -177,17 +183,17 @@ def test_how_targets_are_drawn(case: Any) -> None:
     def targets(**changes: Any) -> list[tuple[int, Tensor]]:
         config = DynaFedSettings(segment=3, **changes)
         drawn = [Segments(path, config, Seeds(0)).draw(iteration) for iteration in range(40)]
-        return [(segment.begin, segment.target["head.bias"]) for segment in drawn]
+        return [(segment.index, segment.target["head.bias"]) for segment in drawn]
 
-    assert {begin for begin, _ in targets()} == {0, 1, 2}
-    assert all(torch.equal(target, whole[begin + 3]) for begin, target in targets(target_draw="last"))
-    for begin, target in targets(targets=(1,)):
-        assert any(torch.equal(target, whole[begin + ahead]) for ahead in (1, 2, 3))
+    assert {start for start, _ in targets()} == {0, 1, 2}
+    assert all(torch.equal(target, whole[start + 3]) for start, target in targets(target_draw="last"))
+    for start, target in targets(targets=(1,)):
+        assert any(torch.equal(target, whole[start + ahead]) for ahead in (1, 2, 3))
     pairs = [(1, 2), (1, 3), (2, 3)]
-    for begin, target in targets():
-        assert any(torch.allclose(target, (whole[begin + a] + whole[begin + b]) / 2) for a, b in pairs)
-    for begin, target in targets(targets=(3,)):
-        torch.testing.assert_close(target, sum(whole[begin + ahead] for ahead in (1, 2, 3)) / 3)
+    for start, target in targets():
+        assert any(torch.allclose(target, (whole[start + a] + whole[start + b]) / 2) for a, b in pairs)
+    for start, target in targets(targets=(3,)):
+        torch.testing.assert_close(target, sum(whole[start + ahead] for ahead in (1, 2, 3)) / 3)
     assert len({round(float(target[0]), 6) for _, target in targets(target_draw="replacement", targets=(2, 3))}) > 9
 
 
@@ -202,16 +208,16 @@ def test_synthetic_sets_are_saved_with_their_provenance_and_checked_when_read(ca
     model, path = case
     made = synthesize(model, path, (6,), 4, SMALL)
     made.save(tmp_path / "s.safetensors")
-    again = Synthetic.load(tmp_path / "s.safetensors", (6,), 4)
+    again = SyntheticData.load(tmp_path / "s.safetensors", (6,), 4)
     assert tree.digest(again.tree()) == tree.digest(made.tree())
     assert again.provenance["config"]["inner_steps"] == 5
     with pytest.raises(UserError, match="not \\(7,\\) in 4"):
-        Synthetic.load(tmp_path / "s.safetensors", (7,), 4)
+        SyntheticData.load(tmp_path / "s.safetensors", (7,), 4)
     with pytest.raises(UserError, match="no synthetic set"):
-        Synthetic.load(tmp_path / "absent", (6,), 4)
-    Synthetic(made.x * np.inf, made.logits, 0.1).save(tmp_path / "bad.safetensors")
+        SyntheticData.load(tmp_path / "absent", (6,), 4)
+    SyntheticData(made.x * np.inf, made.logits, 0.1).save(tmp_path / "bad.safetensors")
     with pytest.raises(UserError, match="NaN or infinity"):
-        Synthetic.load(tmp_path / "bad.safetensors", (6,), 4)
+        SyntheticData.load(tmp_path / "bad.safetensors", (6,), 4)
 
 
 def test_fine_tuning_by_hand(case: Any) -> None:
@@ -227,7 +233,7 @@ def test_fine_tuning_by_hand(case: Any) -> None:
     nothing = DynaFedSettings(finetune_steps=0)
     assert finetune(model, path[0], made, nothing, Seeds(0), 1) is path[0]
     batched = DynaFedSettings(finetune_steps=3, finetune_batch=8, augment=True)
-    one, same, later = (finetune(model, path[0], made, batched, Seeds(0), round) for round in (1, 1, 2))
+    one, same, later = (finetune(model, path[0], made, batched, Seeds(0), round_num) for round_num in (1, 1, 2))
     assert tree.digest(one) == tree.digest(same) != tree.digest(later)
 
 
@@ -248,7 +254,7 @@ class Scaled(nn.Module):
 def test_fine_tuning_in_threads_has_the_same_bits_and_the_given_buffers(batch: int) -> None:
     model = seeded(Scaled)
     rng = torch.Generator().manual_seed(0)
-    made = Synthetic(torch.randn(100, 1, 8, 8, generator=rng), torch.randn(100, 4, generator=rng), 0.1)
+    made = SyntheticData(torch.randn(100, 1, 8, 8, generator=rng), torch.randn(100, 4, generator=rng), 0.1)
     config = DynaFedSettings(finetune_steps=3, finetune_batch=batch, finetune_optimizer="sgd", finetune_lr=0.1)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     one, three = (finetune(model, weights, made, config, Seeds(0), 1, threads) for threads in (1, 3))

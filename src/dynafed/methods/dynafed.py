@@ -1,11 +1,11 @@
-"""DynaFed: what the global model went through in its first rounds tells the server what the clients' data are like.
+"""DynaFed: synthesizes data from the first rounds' global models and fine-tunes later global models on them.
 
 Pi, Zhang, Xie, Gao, Wang, Kim, Chen: DynaFed: Tackling Client Data Heterogeneity with Global Dynamics, CVPR 2023.
 
-Algorithm 2 of the paper, as a server step that needs nothing but the averaged model:
+Algorithm 2 of the paper, as a server step that needs only the averaged model:
 
     rounds 1 .. L    record the global model
-    after round L    synthesise D_syn, a few samples on which training goes the way the recorded models went
+    after round L    synthesize D_syn, a few samples on which training follows the recorded models
     rounds L+1 ..    fine-tune the average on D_syn
 """
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from dynafed import tree
 from dynafed.errors import UserError
 from dynafed.methods.base import Host, Method, Refined, Server
-from dynafed.synthesis.dataset import Synthetic
-from dynafed.synthesis.matching import refuse_batch_state
+from dynafed.synthesis.matching import reject_batch_norm
+from dynafed.synthesis.problem import SynthesisProblem, synthesize_from_trajectory
 from dynafed.synthesis.refine import finetune
 from dynafed.synthesis.settings import DynaFedSettings
-from dynafed.synthesis.task import Task, synthesise_from
+from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
@@ -33,61 +33,64 @@ log = logging.getLogger("dynafed")
 
 
 class Algorithm:
-    """Algorithm 2, round by round. The state is the recorded trajectory, and D_syn once there is one."""
+    """Algorithm 2, round by round. Its state is the recorded trajectory, and D_syn after the synthesis."""
 
     def __init__(self, settings: DynaFedSettings) -> None:
         self.settings = settings
         self.length = settings.trajectory + settings.include_initial
-        """Checkpoints of a whole trajectory."""
+        """Number of checkpoints of a complete trajectory."""
         if self.length <= settings.segment:
             raise UserError(
                 f"dynafed.segment = {settings.segment} needs a longer trajectory than {self.length} checkpoints: "
                 "raise dynafed.trajectory"
             )
 
-    def initial(self, task: Task, model: Tree) -> Tree:
-        """An empty trajectory, or one that begins with the initial model; and D_syn, if it is given."""
-        refuse_batch_state(task.module)
+    def initial(self, problem: SynthesisProblem, model: Tree) -> Tree:
+        """The state before round 1: the initial model if it is recorded, and D_syn if it is loaded from a file."""
+        reject_batch_norm(problem.module)
         parts: dict[str, Tree] = {}
         if self.settings.include_initial:
             parts["trajectory"] = tree.nest({"000000": model})
         if self.settings.synthetic:
-            parts["synthetic"] = Synthetic.load(self.settings.synthetic, task.shape, task.classes).tree()
+            parts["synthetic"] = SyntheticData.load(self.settings.synthetic, problem.shape, problem.classes).tree()
         return tree.nest(parts)
 
-    def refine(self, task: Task, model: Tree, state: Tree, round: int, host: Host) -> Refined:
-        """Record, synthesise or fine-tune, whichever this round is for.
+    def refine(self, problem: SynthesisProblem, model: Tree, state: Tree, round_num: int, host: Host) -> Refined:
+        """Record the model, synthesize D_syn or fine-tune the model on it, depending on the round.
 
-        A round that failed isn't seen here, so it is the checkpoints that count, not the rounds.
+        Not called for failed rounds, so the number of checkpoints decides, not the number of rounds.
         """
-        parts, since, again = tree.unnest(state), round - self.settings.trajectory, self.settings.resynthesize_every
+        parts, again = tree.unnest(state), self.settings.resynthesize_every
+        since = round_num - self.settings.trajectory
         ready = "synthetic" in parts
         metrics: dict[str, Any] = {}
         if ready and since > 0:
-            synthetic = Synthetic.from_tree(parts["synthetic"])
-            model = finetune(task.module, model, synthetic, self.settings, task.seeds, round, task.threads)
+            synthetic = SyntheticData.from_tree(parts["synthetic"])
+            model = finetune(problem.module, model, synthetic, self.settings, problem.seeds, round_num, problem.threads)
         if not self.settings.synthetic and (again or not ready):
-            parts["trajectory"], length = self._recorded(parts.get("trajectory", {}), model, round)
+            parts["trajectory"], length = self._record(parts.get("trajectory", {}), model, round_num)
             if length == self.length and (not ready or since % again == 0):
-                made, metrics = synthesise_from(parts["trajectory"], task, self.settings, round, host)
-                if made is not None:
-                    parts["synthetic"] = made.tree()
+                synthesized, metrics = synthesize_from_trajectory(
+                    parts["trajectory"], problem, self.settings, round_num, host
+                )
+                if synthesized is not None:
+                    parts["synthetic"] = synthesized.tree()
                     if not again:
                         del parts["trajectory"]
         return Refined(model, tree.nest(parts), metrics)
 
-    def _recorded(self, trajectory: Tree, model: Tree, round: int) -> tuple[Tree, int]:
-        """The trajectory with one more checkpoint, without those that are too old; and how many it has."""
-        checkpoints = tree.unnest(trajectory) | {f"{round:06d}": tree.clone(model)}
+    def _record(self, trajectory: Tree, model: Tree, round_num: int) -> tuple[Tree, int]:
+        """The trajectory with one more checkpoint, without the oldest if there are too many; and its length."""
+        checkpoints = tree.unnest(trajectory) | {f"{round_num:06d}": tree.clone(model)}
         kept = sorted(checkpoints)[-self.length :]
         return tree.nest({number: checkpoints[number] for number in kept}), len(kept)
 
 
 class DynaFed(Method):
-    """The server step."""
+    """The server step of DynaFed."""
 
     name = "dynafed"
-    summary = "fine-tunes the average on samples synthesised from the first rounds' global models"
+    summary = "fine-tunes the average on samples synthesized from the first rounds' global models"
     citation = "Pi et al., CVPR 2023"
     Settings = DynaFedSettings
     settings: DynaFedSettings
@@ -100,20 +103,20 @@ class DynaFed(Method):
         """The state before round 1."""
         if plan.config.rounds <= self.settings.trajectory:
             log.warning("rounds = %d leaves none after dynafed.trajectory to refine in", plan.config.rounds)
-        return self.algorithm.initial(self._task(plan), model)
+        return self.algorithm.initial(self._problem(plan), model)
 
     def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
         """One round of Algorithm 2."""
-        return self.algorithm.refine(self._task(server.plan), model, state, server.round, server.host)
+        return self.algorithm.refine(self._problem(server.plan), model, state, server.round, server.host)
 
-    def _task(self, plan: Plan) -> Task:
-        from dynafed.synthesis.quality import measure
+    def _problem(self, plan: Plan) -> SynthesisProblem:
+        from dynafed.synthesis.quality import measure_quality
 
-        return Task(
+        return SynthesisProblem(
             plan.module,
             plan.dataset.shape,
             plan.dataset.classes,
             plan.seeds,
             plan.path.server_threads,
-            partial(measure, plan) if self.settings.evidence else None,
+            partial(measure_quality, plan) if self.settings.evidence else None,
         )

@@ -1,12 +1,12 @@
-"""How far training on synthetic samples lands from where it should, and the exact gradient of that, in flat memory.
+"""The matching loss (distance from the parameters after training on synthetic data to a target) and its exact gradient.
 
-The inner loop takes `steps` of gradient descent on the whole synthetic set: th_(i+1) = th_i - lr * g(th_i, x, y).
-Its gradient needs no unrolled graph. With lam = d(distance)/d(th_steps), go back step by step:
+The inner loop takes `steps` full-batch gradient steps on the synthetic data: th_(i+1) = th_i - lr * g(th_i, x, y).
+Its gradient needs no unrolled graph. With lam = d(loss)/d(th_steps), the adjoint runs backward over the steps:
 
     dlr -= <g, lam>      dx -= lr * d<g, lam>/dx      dy -= lr * d<g, lam>/dy      lam -= lr * H lam
 
-where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters of each step and their
-gradient are kept, and every term is a sum over samples, so the set can be taken in chunks.
+where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters and the gradient of
+each step are stored, and every term is a sum over samples, so the samples can be processed in chunks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dynafed.path import cores, one_thread, portion
 from dynafed.tree import Tree
 
 Augment = Callable[[Tensor, int], Tensor]
-"""Changes a batch, differentiably; the same (batch, inner step) gives the same result."""
+"""Maps (batch, inner step) to a batch, differentiably and deterministically."""
 
 DISTANCES = ("l2", "cosine")
 
@@ -57,74 +57,76 @@ def _squared(a: Tree, b: Tree) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Inner:
-    """The inner training problem: a network and a synthetic set, whose gradient is a mean over the set's samples."""
+class InnerProblem:
+    """The inner training problem: a network and labels of the synthetic samples; gradients are summed over chunks."""
 
     models: Iterable[nn.Module]
-    """The network for each chunk. Those that are differentiated at the same time must not share one."""
+    """The network for each chunk; chunks that are processed concurrently need networks of their own."""
     labels: Tensor
-    """Label distributions."""
+    """Label distributions, shape (N, classes)."""
     scale: float
-    """The loss's factor: 1 / samples, or less where the loss is also averaged over classes."""
+    """Factor of the loss: 1 / samples, times 1 / classes if the loss is also averaged over classes."""
     chunk: int
-    """Samples that are differentiated at a time."""
-    each: Callable[..., Iterable[Any]] = map
-    """Applies a function to the chunks; the results come in their order."""
+    """Samples per chunk."""
+    map_chunks: Callable[..., Iterable[Any]] = map
+    """Applies a function to the chunks and returns the results in order."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """What stands in the place of the network's own buffers."""
+    """Replace the network's own buffers."""
 
     def loss(self, model: nn.Module, params: Tree, x: Tensor, labels: Tensor) -> Tensor:
-        """A chunk's share of the loss."""
+        """The loss of one chunk."""
         return soft_cross_entropy(functional_call(model, {**self.buffers, **params}, (x,)), labels) * self.scale
 
     def gradient(self, params: Tree, x: Tensor) -> Tree:
-        """The loss's gradient with respect to the parameters."""
+        """The gradient of the loss with respect to the parameters."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
 
-        def one(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        def chunk_gradient(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
             return torch.autograd.grad(self.loss(model, leaves, part, labels), list(leaves.values()))
 
-        return dict(zip(params, map(_total, zip(*self._each_chunk(one, x), strict=True)), strict=True))
+        return dict(zip(params, map(_sum, zip(*self._over_chunks(chunk_gradient, x), strict=True)), strict=True))
 
     def step(self, params: Tree, x: Tensor, rate: float) -> tuple[Tree, Tree]:
         """The parameters after one step of gradient descent, and the gradient."""
         grads = self.gradient(params, x)
         return {name: tensor - rate * grads[name] for name, tensor in params.items()}, grads
 
-    def _each_chunk(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
-        return self.each(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
+    def _over_chunks(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
+        return self.map_chunks(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
 
-    def product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tree, Tensor, Tensor]:
-        """The derivatives of <g, direction> with respect to the parameters, the samples and the labels."""
+    def hessian_vector_product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tree, Tensor, Tensor]:
+        """The gradients of <g, direction> with respect to the parameters, the samples and the labels."""
 
-        def one(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        def chunk_product(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
             loss = self.loss(model, leaves, part, labels)
             with weight_gradients_known():
                 grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-            wanted, along = [*leaves.values(), part, labels], [direction[name] for name in leaves]
-            # Some derivatives can be absent: those of a purely linear part of the network, for instance.
-            return torch.autograd.grad(grads, wanted, along, materialize_grads=True)
+            inputs, along = [*leaves.values(), part, labels], [direction[name] for name in leaves]
+            # Some derivatives don't exist, such as those of a linear part of the network.
+            return torch.autograd.grad(grads, inputs, along, materialize_grads=True)
 
-        *hessian, by_x, by_labels = zip(*self._each_chunk(one, x), strict=True)
-        return dict(zip(params, map(_total, hessian), strict=True)), torch.cat(by_x), torch.cat(by_labels)
+        *hessian, by_x, by_labels = zip(*self._over_chunks(chunk_product, x), strict=True)
+        return dict(zip(params, map(_sum, hessian), strict=True)), torch.cat(by_x), torch.cat(by_labels)
 
 
 @contextlib.contextmanager
-def inner_problem(model: nn.Module, labels: Tensor, scale: float, chunk: int = 0, threads: int = 0) -> Iterator[Inner]:
-    """An inner problem whose chunks are shared among threads, if there are several; their number changes no bit."""
+def inner_problem(
+    model: nn.Module, labels: Tensor, scale: float, chunk: int = 0, threads: int = 0
+) -> Iterator[InnerProblem]:
+    """An inner problem whose chunks run in a pool of threads (0: one per core); their number changes no bit."""
     chunk = chunk or portion(model, len(labels))
-    parts = -(-len(labels) // chunk)
-    if parts == 1 or labels.device.type != "cpu":
-        yield Inner(itertools.repeat(model), labels, scale, chunk)
+    chunks = -(-len(labels) // chunk)
+    if chunks == 1 or labels.device.type != "cpu":
+        yield InnerProblem(itertools.repeat(model), labels, scale, chunk)
         return
     with one_thread(), ThreadPoolExecutor(threads or cores()) as pool:
-        yield Inner([copy.deepcopy(model) for _ in range(parts)], labels, scale, chunk, pool.map)
+        yield InnerProblem([copy.deepcopy(model) for _ in range(chunks)], labels, scale, chunk, pool.map)
 
 
-def _total(parts: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, tensors)
 
 
 def matching_gradient(
@@ -142,29 +144,29 @@ def matching_gradient(
     chunk: int = 0,
     threads: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Train from `start` for `steps` steps on (x, softmax(y)) and measure the distance to `target`.
+    """The matching loss after `steps` gradient steps from `start` on (x, softmax(y)), and its exact gradients.
 
-    Returns the distance and its exact gradients with respect to the samples, the label logits and the inner rate.
-    `start` and `target` are named parameters; the loss is soft-label cross-entropy, summed over classes, averaged over
-    samples, times `loss_scale`. The model must treat samples independently and have no in-place state;
-    `chunk` of them are taken at a time, in `threads` threads (0: one a core), whose number changes no bit.
+    Returns (loss, dx, dy, dlr): gradients with respect to the samples, the label logits and the inner learning rate.
+    `start` and `target` are named parameters. The inner loss is soft-label cross-entropy, summed over classes, averaged
+    over samples, times `loss_scale`. The model must treat samples independently and have no in-place state; `chunk`
+    samples are processed at a time, in `threads` threads (0: one per core), whose number changes no bit.
     """
-    refuse_batch_state(model)
+    reject_batch_norm(model)
     device = x.device
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     start = {name: start[name].detach().to(device) for name in names}
     target = {name: target[name].detach().to(device) for name in names}
     x, y = x.detach(), y.detach()
     with inner_problem(model, y.softmax(dim=1), loss_scale / len(x), chunk, threads) as inner:
-        apart, dx, dlabels, dlr = _there_and_back(inner, start, target, x, float(lr), steps, distance, augment)
+        loss, dx, dlabels, dlr = unroll_and_adjoint(inner, start, target, x, float(lr), steps, distance, augment)
     with torch.enable_grad():
         logits = y.requires_grad_()
         (dy,) = torch.autograd.grad(logits.softmax(dim=1), logits, dlabels)
-    return apart, dx, dy, dlr
+    return loss, dx, dy, dlr
 
 
-def _there_and_back(
-    inner: Inner,
+def unroll_and_adjoint(
+    inner: InnerProblem,
     start: Tree,
     target: Tree,
     x: Tensor,
@@ -173,44 +175,47 @@ def _there_and_back(
     distance: str,
     augment: Augment | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The distance, and its gradients with respect to the samples, the label distributions and the inner rate."""
+    """Run the inner steps forward and their adjoint backward.
 
-    def seen(batch: Tensor, step: int) -> Tensor:
+    Returns the matching loss and its gradients with respect to the samples, the label distributions and the inner rate.
+    """
+
+    def augmented(batch: Tensor, step: int) -> Tensor:
         return batch if augment is None else augment(batch, step)
 
-    # In one piece each: many small tensors that stay would leave holes between the large ones that come and go.
-    paths = [{name: tensor.new_empty(steps, *tensor.shape) for name, tensor in start.items()} for _ in range(2)]
+    # One allocation per parameter: many small ones that live long would fragment the heap.
+    history = [{name: tensor.new_empty(steps, *tensor.shape) for name, tensor in start.items()} for _ in range(2)]
     params = start
     for step in range(steps):
         with torch.no_grad():
-            batch = seen(x, step)
+            batch = augmented(x, step)
         after, grads = inner.step(params, batch, rate)
-        for path, now in zip(paths, (params, grads), strict=True):
-            for name, tensor in now.items():
-                path[name][step] = tensor
+        for stored, current in zip(history, (params, grads), strict=True):
+            for name, tensor in current.items():
+                stored[name][step] = tensor
         params = after
 
     reached = {name: tensor.requires_grad_() for name, tensor in params.items()}
-    apart = distance_between(distance, reached, start, target)
-    lam = dict(zip(reached, torch.autograd.grad(apart, list(reached.values())), strict=True))
+    loss = distance_between(distance, reached, start, target)
+    lam = dict(zip(reached, torch.autograd.grad(loss, list(reached.values())), strict=True))
     dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(inner.labels), x.new_zeros(())
     for step in reversed(range(steps)):
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
-            batch = seen(leaf, step)
-        params, grads = ({name: kept[step] for name, kept in path.items()} for path in paths)
-        hessian, by_x, by_labels = inner.product(params, batch, lam)
+            batch = augmented(leaf, step)
+        params, grads = ({name: values[step] for name, values in stored.items()} for stored in history)
+        hessian, by_x, by_labels = inner.hessian_vector_product(params, batch, lam)
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)
         dx -= rate * by_x
         dlabels -= rate * by_labels
-        dlr -= _total((grads[name] * lam[name]).sum() for name in lam)
+        dlr -= _sum((grads[name] * lam[name]).sum() for name in lam)
         lam = {name: lam[name] - rate * hessian[name] for name in lam}
-    return apart.detach(), dx, dlabels, dlr
+    return loss.detach(), dx, dlabels, dlr
 
 
-def refuse_batch_state(model: nn.Module) -> None:
-    """Say clearly that a network with batch statistics can't be matched."""
+def reject_batch_norm(model: nn.Module) -> None:
+    """Raise `UserError` if the network has batch statistics, which trajectory matching can't use."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UserError(

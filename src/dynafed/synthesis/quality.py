@@ -1,6 +1,6 @@
-"""What D_syn is worth, as in the paper's figures: does it mimic the global dynamics, can a network learn from it?
+"""Quality measures of D_syn, as in the paper's figures: does training on it follow the trajectory, and how well?
 
-The measures compare with real samples and with noise, so they belong to simulations: a server has no real samples.
+They compare with real samples and with noise, so they need a simulation: a server has no real samples.
 """
 
 from __future__ import annotations
@@ -15,46 +15,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynafed.engine.evaluate import accuracy
-from dynafed.synthesis.dataset import Synthetic
 from dynafed.synthesis.matching import distance_between, inner_problem
 from dynafed.synthesis.refine import train_on
 from dynafed.synthesis.synthesize import Segments, loss_scale
+from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.engine.plan import Plan
 
 SCRATCH = ("adam", 1e-3, 300)
-"""How a network is trained from scratch on D_syn: optimiser, rate, steps."""
+"""How a network is trained from scratch on D_syn: optimizer, learning rate, steps."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """The evidence for one synthetic set; the measures by segment are named by the segment's first checkpoint."""
+    """Quality of one synthetic dataset; measures by segment are keyed by the index of the segment's start."""
 
     matching_by_segment: dict[int, float]
-    """Normalised squared distance to the end of the segment after the inner steps."""
+    """Matching loss at the end of the segment after the inner steps."""
     cosine_by_segment: dict[str, dict[int, float]]
     """Cosine distance to the end of the segment, after as many steps on D_syn, on real samples, on noise."""
     scratch_accuracy: float
-    """Of a fresh network trained on D_syn alone."""
+    """Accuracy of a fresh network trained on D_syn alone."""
 
 
-def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
-    """Take all the measures; the random choices are the run's own."""
+def measure_quality(plan: Plan, segments: Segments, synthetic: SyntheticData) -> Quality:
+    """Compute all measures; random choices come from the run's seeds."""
     count, classes = synthetic.logits.shape
     rng = plan.seeds.rng("quality")
     rows = np.sort(rng.choice(len(plan.dataset.train_y), count, replace=count > len(plan.dataset.train_y)))
     x, y = plan.rows(rows)
     noise = torch.from_numpy(rng.standard_normal(synthetic.x.shape, dtype=np.float32)).to(plan.device)
-    guesses = torch.from_numpy(rng.integers(0, classes, count)).to(plan.device)
-    sets = {
+    random_labels = torch.from_numpy(rng.integers(0, classes, count)).to(plan.device)
+    datasets = {
         "D_syn": (synthetic.x.to(plan.device), synthetic.labels.to(plan.device)),
         "real samples": (x, F.one_hot(y, classes).float()),
-        "noise": (noise, F.one_hot(guesses, classes).float()),
+        "noise": (noise, F.one_hot(random_labels, classes).float()),
     }
     threads = plan.path.server_threads
-    reached = {name: _reached(plan.module, segments, *each, synthetic.inner_lr, threads) for name, each in sets.items()}
+    reached = {
+        name: _reached(plan.module, segments, *each, synthetic.inner_lr, threads) for name, each in datasets.items()
+    }
     return Quality(
         _distances("l2", segments, reached["D_syn"]),
         {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
@@ -63,16 +65,16 @@ def measure(plan: Plan, segments: Segments, synthetic: Synthetic) -> Quality:
 
 
 def matching_by_segment(
-    module: nn.Module, segments: Segments, synthetic: Synthetic, threads: int = 0
+    module: nn.Module, segments: Segments, synthetic: SyntheticData, threads: int = 0
 ) -> dict[int, float]:
-    """The matching loss at the end of every segment: the one measure that needs no real samples."""
+    """The matching loss at the end of every segment; needs no real samples."""
     device = next(module.parameters()).device
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
     return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr, threads))
 
 
-def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
-    """The accuracy of a fresh network of the same kind that saw nothing but D_syn."""
+def scratch_accuracy(plan: Plan, synthetic: SyntheticData) -> float:
+    """The accuracy of a freshly initialized network that is trained on D_syn alone."""
     fresh = copy.deepcopy(plan.module)
     with plan.seeds.torch_seeded("scratch"):
         for layer in fresh.modules():
@@ -86,12 +88,12 @@ def scratch_accuracy(plan: Plan, synthetic: Synthetic) -> float:
 
 
 def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float, threads: int) -> list[Tree]:
-    """Where the inner steps on these samples lead from the start of every segment."""
+    """The parameters after the inner steps on these samples, from the start of every segment."""
     config = segments.config
     ends = []
     scale = loss_scale(config, labels.shape[1]) / len(x)
     with inner_problem(module, labels, scale, config.chunk, threads) as inner:
-        for segment in segments.whole():
+        for segment in segments.full():
             params = segment.start
             for _ in range(config.inner_steps):
                 params, _ = inner.step(params, x, lr)
@@ -101,6 +103,6 @@ def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, l
 
 def _distances(kind: str, segments: Segments, ends: list[Tree]) -> dict[int, float]:
     return {
-        segment.begin: float(distance_between(kind, end, segment.start, segment.target))
-        for segment, end in zip(segments.whole(), ends, strict=True)
+        segment.index: float(distance_between(kind, end, segment.start, segment.target))
+        for segment, end in zip(segments.full(), ends, strict=True)
     }

@@ -1,4 +1,4 @@
-"""Every choice that the paper and its authors' code make about the trajectory, the synthesis and the refinement."""
+"""Settings of DynaFed: the trajectory, the synthesis and the fine-tuning."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DynaFedSettings:
     finetune_lr: float = setting(1e-4, "its rate", above=0)
     finetune_steps: int = setting(20, "steps of fine-tuning in every round after the synthesis", low=0)
     finetune_batch: int = setting(0, "samples in such a step (0: all)", low=0)
-    resynthesize_every: int = setting(0, "synthesise again after so many rounds, from the latest ones (0: once)", low=0)
+    resynthesize_every: int = setting(0, "synthesize again after so many rounds, from the latest ones (0: once)", low=0)
     evidence: bool = setting(
         False, "measure D_syn as the paper's figures do: against real samples, noise, from scratch"
     )
@@ -55,5 +55,5 @@ class DynaFedSettings:
 
     @classmethod
     def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:
-        """Settings as they are, or made of a dict of those that differ from the defaults."""
+        """The settings as they are, or built from a dict of values that differ from the defaults."""
         return config if isinstance(config, DynaFedSettings) else build(cls, config or {}, "dynafed.")

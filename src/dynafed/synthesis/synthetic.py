@@ -1,4 +1,4 @@
-"""The synthetic set: samples, label logits, the inner rate, and where they come from."""
+"""The synthetic dataset: samples, label logits, the inner learning rate, and provenance."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from dynafed.tree import Tree
 
 
 @dataclass(frozen=True)
-class Synthetic:
-    """D_syn. The labels are kept as logits, so they are always a distribution."""
+class SyntheticData:
+    """D_syn: samples (N, *shape) with soft labels, which are the softmax of `logits` (N, classes)."""
 
     x: Tensor
     logits: Tensor
     inner_lr: float
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Config, seed, the trajectory's checksum, version."""
+    """Config, seed, checksum of the trajectory, version."""
 
     @property
     def labels(self) -> Tensor:
-        """Each sample's distribution over the classes."""
+        """Each sample's distribution over the classes, shape (N, classes)."""
         return self.logits.softmax(dim=1)
 
     def tree(self) -> Tree:
-        """The tensors alone."""
+        """The tensors, without the provenance."""
         return {"x": self.x, "logits": self.logits, "inner_lr": torch.tensor(self.inner_lr, dtype=torch.float64)}
 
     @classmethod
-    def from_tree(cls, tree: Tree, provenance: Mapping[str, Any] | None = None) -> Synthetic:
+    def from_tree(cls, tree: Tree, provenance: Mapping[str, Any] | None = None) -> SyntheticData:
         """The inverse of `tree`."""
         return cls(tree["x"], tree["logits"], float(tree["inner_lr"]), provenance or {})
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file whose header tells the provenance."""
+        """Write a safetensors file; its header holds the provenance."""
         write_bytes(path, safetensors.torch.save(self.tree(), {"dynafed": json.dumps(self.provenance)}))
 
     @classmethod
-    def load(cls, path: str | Path, shape: tuple[int, ...], classes: int) -> Synthetic:
-        """Read one back, and refuse what doesn't fit samples of this shape and so many classes."""
+    def load(cls, path: str | Path, shape: tuple[int, ...], classes: int) -> SyntheticData:
+        """Read a file that `save` wrote; raises `UserError` if it doesn't fit this shape and number of classes."""
         try:
             with safe_open(path, "pt") as file:
                 tree = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 provenance = json.loads((file.metadata() or {}).get("dynafed", "{}"))
-            made = cls.from_tree(tree, provenance)
+            data = cls.from_tree(tree, provenance)
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path} is no synthetic set: {error}") from None
-        if made.x.shape[1:] != shape or made.logits.shape != (len(made.x), classes):
+        if data.x.shape[1:] != shape or data.logits.shape != (len(data.x), classes):
             raise UserError(
-                f"{path} holds samples of shape {tuple(made.x.shape[1:])} in {made.logits.shape[-1]} classes, "
+                f"{path} holds samples of shape {tuple(data.x.shape[1:])} in {data.logits.shape[-1]} classes, "
                 f"not {shape} in {classes}"
             )
-        if not (torch.isfinite(made.x).all() and torch.isfinite(made.logits).all()):
+        if not (torch.isfinite(data.x).all() and torch.isfinite(data.logits).all()):
             raise UserError(f"{path} holds NaN or infinity")
-        return made
+        return data

@@ -1,4 +1,4 @@
-"""Pictures of a synthesis for the report: samples with their labels, their coming into being, and the evidence."""
+"""Log of a synthesis and its figures for the report: loss curve, samples with their labels, quality measures."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from PIL import Image
 from torch import Tensor
 
 from dynafed.engine.files import write_bytes
-from dynafed.synthesis.dataset import Synthetic
+from dynafed.synthesis.synthetic import SyntheticData
 
 if TYPE_CHECKING:
     from dynafed.synthesis.quality import Quality
 
 SNAPSHOTS = (0, 125, 250, 500)
-"""The iterations whose images the paper shows; the last one always comes on top."""
+"""Iterations whose samples are shown, as in the paper; the last iteration is added."""
 SHOWN = 30
-"""Samples in a picture of single samples."""
+"""The largest number of samples in a figure."""
 
 
-class Album:
-    """Follows a synthesis and leaves its pictures in a folder, listed in report.json."""
+class SynthesisFigures:
+    """Writes synthesis.jsonl and snapshots of the samples while a synthesis runs, and report.json at its end."""
 
     def __init__(self, folder: Path, iterations: int) -> None:
         self.folder = folder
-        self.wanted = {number for number in SNAPSHOTS if number < iterations} | {iterations}
-        self.diary = folder / "synthesis.jsonl"
+        self.snapshots = {number for number in SNAPSHOTS if number < iterations} | {iterations}
+        self.log_file = folder / "synthesis.jsonl"
         self.losses: dict[int, float] = {}
-        # A synthesis that goes on after an interruption finds here what came before.
-        for line in self.diary.read_text().splitlines() if self.diary.exists() else ():
+        # A resumed synthesis continues the log of the interrupted one.
+        for line in self.log_file.read_text().splitlines() if self.log_file.exists() else ():
             self.losses |= {int(number): loss for number, loss in json.loads(line).items()}
 
-    def seen(self, iteration: int, loss: float, x: Tensor) -> None:
-        """Note an iteration's loss, and picture the samples if it is one of those to show."""
+    def on_iteration(self, iteration: int, loss: float, x: Tensor) -> None:
+        """Log an iteration's loss, and write the samples as an image if it is one of the snapshots."""
         self.losses[iteration] = loss
-        with self.diary.open("a") as file:
+        with self.log_file.open("a") as file:
             file.write(json.dumps({iteration: loss}) + "\n")
-        if iteration in self.wanted and x.ndim == 4:
+        if iteration in self.snapshots and x.ndim == 4:
             write_png(self.folder / f"synthetic-{iteration:06d}.png", x[:SHOWN], columns=10)
 
-    def close(self, synthetic: Synthetic, quality: Quality | None) -> None:
+    def finish(self, synthetic: SyntheticData, quality: Quality | None) -> None:
         """Write synthetic.png and report.json."""
-        blocks = [*self._curves(), *self._samples(synthetic), *(self._evidence(quality) if quality else ())]
+        blocks = [*self._loss_curve(), *self._samples(synthetic), *(self._evidence(quality) if quality else ())]
         write_bytes(self.folder / "report.json", json.dumps(blocks).encode())
 
-    def _curves(self) -> list[dict[str, Any]]:
+    def _loss_curve(self) -> list[dict[str, Any]]:
         numbers = sorted(number for number in self.losses if number)
         return [
             {
@@ -64,17 +64,17 @@ class Album:
             }
         ]
 
-    def _samples(self, synthetic: Synthetic) -> list[dict[str, Any]]:
+    def _samples(self, synthetic: SyntheticData) -> list[dict[str, Any]]:
         if synthetic.x.ndim != 4:
             return []
         write_png(self.folder / "synthetic.png", synthetic.x, columns=15)
-        stages = sorted(self.folder.glob("synthetic-*.png"))
+        snapshots = sorted(self.folder.glob("synthetic-*.png"))
         singles = []
         for number in range(min(SHOWN, len(synthetic.x))):
             file = self.folder / "samples" / f"{number:03d}.png"
             write_png(file, synthetic.x[number : number + 1], columns=1)
-            chances, classes = synthetic.labels[number].topk(2)
-            label = ", ".join(f"{int(c)}: {float(p):.0%}" for p, c in zip(chances, classes, strict=True))
+            probabilities, classes = synthetic.labels[number].topk(2)
+            label = ", ".join(f"{int(c)}: {float(p):.0%}" for p, c in zip(probabilities, classes, strict=True))
             singles.append({"src": str(file.relative_to(self.folder)), "caption": label})
         return [
             {
@@ -85,7 +85,8 @@ class Album:
                 "data": {
                     "pixelated": True,
                     "images": [
-                        {"src": stage.name, "caption": f"iteration {int(stage.stem.split('-')[1])}"} for stage in stages
+                        {"src": snapshot.name, "caption": f"iteration {int(snapshot.stem.split('-')[1])}"}
+                        for snapshot in snapshots
                     ],
                 },
             },
@@ -99,15 +100,15 @@ class Album:
 
     def _evidence(self, quality: Quality) -> list[dict[str, Any]]:
         cosine = quality.cosine_by_segment
-        begins = sorted(quality.matching_by_segment)
+        starts = sorted(quality.matching_by_segment)
         return [
             {
                 "title": "How well D_syn follows the trajectory",
                 "text": "Matching loss at the end of every segment, by the segment's first checkpoint.",
                 "kind": "lines",
                 "data": {
-                    "x": begins,
-                    "series": {"matching loss": [quality.matching_by_segment[begin] for begin in begins]},
+                    "x": starts,
+                    "series": {"matching loss": [quality.matching_by_segment[start] for start in starts]},
                     "xlabel": "segment",
                     "ylabel": "matching loss",
                 },
@@ -117,8 +118,8 @@ class Album:
                 "text": "After as many steps on D_syn, on as many real samples, on noise (the paper's Figure 6).",
                 "kind": "lines",
                 "data": {
-                    "x": begins,
-                    "series": {name: [values[begin] for begin in begins] for name, values in cosine.items()},
+                    "x": starts,
+                    "series": {name: [values[start] for start in starts] for name, values in cosine.items()},
                     "xlabel": "segment",
                     "ylabel": "cosine distance",
                 },
@@ -133,14 +134,14 @@ class Album:
 
 
 def write_png(path: Path, x: Tensor, columns: int) -> None:
-    """Images side by side in rows; the contrast is stretched to what most pixels have."""
+    """Write images (N, C, H, W) as one grid; the contrast is stretched to the 1st and 99th percentile."""
     pixels = x.detach().cpu().numpy()
     low, high = np.percentile(pixels, (1, 99))
     pixels = np.clip((pixels - low) / max(high - low, 1e-6), 0, 1)
     count, channels, height, width = pixels.shape
     rows = -(-count // columns)
-    sheet = np.zeros((rows * columns, height, width, 3))
-    sheet[:count] = pixels[:, [0, 0, 0] if channels != 3 else [0, 1, 2]].transpose(0, 2, 3, 1)
-    sheet = sheet.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+    grid = np.zeros((rows * columns, height, width, 3))
+    grid[:count] = pixels[:, [0, 0, 0] if channels != 3 else [0, 1, 2]].transpose(0, 2, 3, 1)
+    grid = grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.round(sheet * 255).astype(np.uint8)).save(path)
+    Image.fromarray(np.round(grid * 255).astype(np.uint8)).save(path)

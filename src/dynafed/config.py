@@ -35,7 +35,7 @@ class Config:
     seed: int = setting(0, "the one number behind every random draw", low=0)
 
     dataset: str = setting("fmnist-mini", "a name from `dynafed datasets`, or hf:NAME")
-    partition: str = setting("dirichlet-balanced", "who gets which samples", choices=(*data.PARTITIONS, "custom"))
+    partition: str = setting("dirichlet-balanced", "who gets which samples", choices=(*data.PARTITIONS.names(), "custom"))
     alpha: float = setting(0.1, "Dirichlet concentration: the smaller, the more unlike the clients", above=0)
     classes_per_client: int = setting(2, "for partition = shards", low=1)
     min_samples: int = setting(1, "no client gets fewer; 0 allows empty clients", low=0)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from dynafed.data import DATASETS
 from dynafed.seeds import Seeds
 
 
@@ -15,3 +16,9 @@ def images(rng):
         return rng.integers(0, 256, (count, *shape), dtype=np.uint8)
 
     return make
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Adds a dataset, or replaces a built-in one, during a test."""
+    return lambda name, part: monkeypatch.setitem(DATASETS._added, name, part)

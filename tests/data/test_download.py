@@ -2,13 +2,15 @@ import hashlib
 import re
 import socket
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dynafed.data import download, fetch
+from dynafed.data import DATASETS, NAMES, Download, fetch
 from dynafed.errors import UserError
 
+CIFAR10 = DATASETS.load("cifar10")
 BODY = bytes(range(256)) * 1000
 FILE = "cifar-10-binary.tar.gz"
 
@@ -37,14 +39,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server(register):
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.asked, server.cuts, server.ranges, server.sized = [], [], True, True
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         files = {FILE: hashlib.md5(BODY).hexdigest()}
-        monkeypatch.setitem(download.DOWNLOADS, "cifar10", download.Download(url, files))
+        register("cifar10", replace(CIFAR10, download=Download(url, files)))
         yield server
         server.shutdown()
         thread.join()
@@ -123,19 +125,19 @@ def test_a_connection_that_gives_nothing_ends_in_one_line(server, tmp_path):
     assert server.asked[-1] == "bytes=1000-"
 
 
-def test_offline_names_the_files_and_their_place(tmp_path, monkeypatch):
+def test_offline_names_the_files_and_their_place(tmp_path, register):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    monkeypatch.setitem(download.DOWNLOADS, "cifar10", download.Download(url, {FILE: ""}))
+    register("cifar10", replace(CIFAR10, download=Download(url, {FILE: ""})))
     with pytest.raises(UserError, match=f"could not reach {url}{FILE} .*put {FILE} .* in {tmp_path}/cifar10") as caught:
         fetch("cifar10", tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_gone(server, tmp_path, monkeypatch):
-    url = download.DOWNLOADS["cifar10"].url
-    monkeypatch.setitem(download.DOWNLOADS, "cifar10", download.Download(f"{url}other/", {FILE: ""}))
+def test_a_file_that_is_gone(server, tmp_path, register):
+    url = DATASETS.load("cifar10").download.url
+    register("cifar10", replace(CIFAR10, download=Download(f"{url}other/", {FILE: ""})))
     with pytest.raises(UserError, match=r"could not reach .*\(Not Found\)"):
         fetch("cifar10", tmp_path)
 
@@ -151,4 +153,7 @@ def test_what_cannot_be_fetched(tmp_path):
         fetch("cifar1", tmp_path)
     with pytest.raises(UserError, match="set DYNAFED_DATA"):
         fetch("cifar10", None)
-    assert all(item.url.startswith("https://") and item.url.endswith("/") for item in download.DOWNLOADS.values())
+    with pytest.raises(UserError, match=r"'digits' can't be downloaded: known: cifar10, .*, mnist"):
+        fetch("digits", tmp_path)
+    for download in filter(None, (DATASETS.load(name).download for name in NAMES)):
+        assert re.fullmatch("https://.*/", download.url)

@@ -29,17 +29,17 @@ def pictures(pixels):
     return [Image.fromarray(image) for image in pixels]
 
 
-@pytest.mark.parametrize(("shape", "mode"), [((5, 6, 3), "colour"), ((5, 6), "grey")])
+@pytest.mark.parametrize(("shape", "mode"), [((5, 6, 3), "color"), ((5, 6), "gray")])
 def test_images_become_bytes(save, images, shape, mode):
     x = images(6, *shape)
     features = hf.Features({"img": hf.Image(), "fine": LABELS, "id": hf.Value("int64")})
     columns = {"img": pictures(x), "fine": [0, 1, 2, 0, 1, 2], "id": list(range(6))}
     name = save(features, train=columns, test=columns)
-    for spelt in (name, f"{name}:img", f"{name}:img:fine", f"{name}::fine"):
-        dataset = load(spelt)
-        assert np.array_equal(dataset.train_x, x.transpose(0, 3, 1, 2) if mode == "colour" else x[:, None])
+    for spelled in (name, f"{name}:img", f"{name}:img:fine", f"{name}::fine"):
+        dataset = load(spelled)
+        assert np.array_equal(dataset.train_x, x.transpose(0, 3, 1, 2) if mode == "color" else x[:, None])
         assert dataset.train_y.tolist() == [0, 1, 2, 0, 1, 2]
-        assert (dataset.classes, dataset.name) == (4, spelt)
+        assert (dataset.classes, dataset.class_names, dataset.name) == (4, ("a", "b", "c", "d"), spelled)
     assert check(name, None)["train"] == 6
 
 

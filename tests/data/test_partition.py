@@ -10,6 +10,7 @@ from dynafed.data import PARTITIONS, Partition, carve, make_partition, partition
 from dynafed.errors import UserError
 from dynafed.seeds import Seeds
 
+BUILTIN = ("iid", "dirichlet", "dirichlet-balanced", "shards", "quantity")
 checked = settings(deadline=None, derandomize=True, max_examples=60)
 
 
@@ -27,7 +28,7 @@ def covers_all_once(partition, samples):
 
 @checked
 @given(
-    kind=st.sampled_from([kind for kind in PARTITIONS if kind != "shards"]),
+    kind=st.sampled_from([kind for kind in BUILTIN if kind != "shards"]),
     class_sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     clients=st.integers(1, 40),
     alpha=st.sampled_from([1e-320, 1e-12, 1e-3, 0.01, 0.1, 1.0, 1e3, 1e12]),
@@ -141,7 +142,7 @@ def test_another_seed_is_another_partition_and_classes_are_shuffled():
 def test_a_hundred_thousand_clients_are_cheap():
     labels = balanced_labels(200_000, 10)
     start = time.process_time()
-    for kind in PARTITIONS:
+    for kind in BUILTIN:
         partition = make_partition(kind, labels, 100_000, alpha=0.1, rng=key())
         assert partition.sizes.min() >= 1
     assert partition.class_counts(torch.from_numpy(labels), 10).shape == (100_000, 10)
@@ -168,6 +169,46 @@ def test_impossible_requests_are_refused(change, words):
     request = {"kind": "iid", "labels": [0, 1], "clients": 1} | change
     with pytest.raises(UserError, match=words):
         make_partition(**request, rng=key())
+
+
+def test_another_function_gets_every_setting_and_its_lists_are_checked(monkeypatch):
+    def thirds(labels, clients, *, alpha, classes_per_client, min_samples, rng):
+        assert (labels.dtype, alpha, classes_per_client, min_samples) == (np.int64, 0.5, 3, 1)
+        return np.array_split(rng.permutation(len(labels)), clients)
+
+    made = {
+        "thirds": thirds,
+        "same": lambda labels, clients, **_: Partition(np.array([2, 0, 0]), np.array([0, 1, 2, 3])),
+        "few": lambda labels, clients, **_: [[0]],
+        "empty": lambda labels, clients, **_: [[0], [1], []],
+        "far": lambda labels, clients, **_: [[0], [1], [9]],
+        "text": lambda labels, clients, **_: [["a"], [1], [2]],
+        "nothing": lambda labels, clients, **_: None,
+        "number": 3,
+    }
+    assert PARTITIONS.names()[:5] == list(BUILTIN)
+    for name, function in made.items():
+        monkeypatch.setitem(PARTITIONS._added, name, function)
+
+    def make(kind, **changes):
+        settings = {"alpha": 0.5, "classes_per_client": 3, "rng": key()} | changes
+        return make_partition(kind, [0, 1, 0, 1, 0, 1, 0], 3, **settings)
+
+    expected = np.array_split(key().permutation(7), 3)
+    assert [part.tolist() for part in make("thirds")] == [part.tolist() for part in expected]
+    assert [part.tolist() for part in make("same")] == [[2], [0], [0]]
+    assert make("empty", min_samples=0).sizes.tolist() == [1, 1, 0]
+    for kind, words in {
+        "few": "partition = 'few' returned 1 clients instead of 3",
+        "empty": "leaves a client 0 samples, fewer than min_samples = 1",
+        "far": "client 2 asks for sample 9",
+        "text": "client 0's samples must be",
+        "nothing": "list of index arrays, one per client, not NoneType",
+        "number": "partition = 'number' is int: it must be a function",
+        "nowhere:f": "partition = 'nowhere:f' can't be imported",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            make(kind)
 
 
 def test_a_partition_is_a_sequence_of_views():

@@ -6,19 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynafed.data import check, mini, sources
+from dynafed.data import DATASETS, check, load, mini
+from dynafed.data.loading import find
 
 FOLDER = Path(os.environ.get("DYNAFED_DATA", "/nowhere"))
 
 
 @pytest.mark.parametrize("name", ["fmnist", "mnist", "cifar10", "cifar100"])
 def test_the_files_here_are_the_official_ones(name):
-    if "DYNAFED_DATA" not in os.environ or sources.find(name, FOLDER) is None:
+    spec = DATASETS.load(name)
+    if "DYNAFED_DATA" not in os.environ or find(spec, FOLDER) is None:
         pytest.skip(f"DYNAFED_DATA names no folder with {name}")
     report = check(name, FOLDER)
-    source = sources.SOURCES[name]
     assert report["official"] is True
-    assert (report["train"], report["test"]) == (source.train, source.test)
+    assert (report["train"], report["test"]) == (spec.train, spec.test)
     assert report["mean"] == report["measured_mean"]
     assert report["std"] == report["measured_std"]
 
@@ -29,6 +30,6 @@ def test_the_built_in_dataset_can_be_rebuilt(tmp_path, monkeypatch):
     kept = {}
     monkeypatch.setattr(mini, "pack", lambda path, splits: kept.update(splits))
     mini.build(FOLDER, tmp_path / "mini.npz")
-    built_in = sources.load("fmnist-mini")
+    built_in = load("fmnist-mini")
     assert np.array_equal(kept["train"][0], built_in.train_x)
     assert np.array_equal(kept["test"][1], built_in.test_y)

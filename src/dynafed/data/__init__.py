@@ -1,15 +1,36 @@
-"""Datasets, from wherever they are, and who gets which of their samples."""
+"""Datasets, and how their samples are divided among the clients. A name is imported when it is first used."""
 
-from dynafed.data.dataset import Dataset, from_arrays
-from dynafed.data.download import fetch
-from dynafed.data.partition import PARTITIONS, Partition, carve, make_partition, partition_from_lists
-from dynafed.data.sources import NAMES, check_name, describe, load
-from dynafed.data.verify import check
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynafed.data.arrays import Dataset, from_arrays
+    from dynafed.data.catalog import NAMES
+    from dynafed.data.download import fetch
+    from dynafed.data.loading import check, describe, load
+    from dynafed.data.partition import PARTITIONS, Partition, carve, make_partition, partition_from_lists
+    from dynafed.data.spec import DATASETS, Checksums, DatasetSpec, Download, Format, check_name
+
+_MODULES = {
+    "arrays": ("Dataset", "from_arrays"),
+    "catalog": ("NAMES",),
+    "download": ("fetch",),
+    "loading": ("check", "describe", "load"),
+    "partition": ("PARTITIONS", "Partition", "carve", "make_partition", "partition_from_lists"),
+    "spec": ("DATASETS", "Checksums", "DatasetSpec", "Download", "Format", "check_name"),
+}
 
 __all__ = [
+    "DATASETS",
     "NAMES",
     "PARTITIONS",
+    "Checksums",
     "Dataset",
+    "DatasetSpec",
+    "Download",
+    "Format",
     "Partition",
     "carve",
     "check",
@@ -21,3 +42,10 @@ __all__ = [
     "make_partition",
     "partition_from_lists",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,10 +27,9 @@ from dynafed.errors import UserError
 Array = NDArray[Any]
 Split = tuple[Array, Array]
 Splits = tuple[Split, Split]
-Names = tuple[list[str], list[str]]
+FileNames = tuple[list[str], list[str]]
 
 IDX_STEMS = ("train", "t10k")
-CINIC_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def idx(marker: Path) -> Splits:
@@ -45,7 +44,14 @@ def idx(marker: Path) -> Splits:
     return train, test
 
 
-def cifar_binary(path: Path, files: Names, label_bytes: int) -> Splits:
+def idx_contents(split: Split) -> Iterator[bytes]:
+    """The contents of the IDX files of a split: images, then labels."""
+    images, labels = split
+    for array in (images[:, 0], labels.astype(np.uint8)):
+        yield struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes()
+
+
+def cifar_binary(path: Path, files: FileNames, label_bytes: int) -> Splits:
     """CIFAR's binary version, a folder or a tar: each record is `label_bytes` labels (the last counts) and pixels."""
 
     def decode(data: bytes) -> Split:
@@ -55,7 +61,16 @@ def cifar_binary(path: Path, files: Names, label_bytes: int) -> Splits:
     return _cifar(path, files, decode)
 
 
-def cifar_python(path: Path, files: Names, label_key: str) -> Splits:
+def cifar_contents(split: Split, per_file: int, superclasses: Array | None = None) -> Iterator[memoryview]:
+    """The contents of CIFAR's binary files of a split, `per_file` samples each."""
+    images, labels = split
+    coarse = [] if superclasses is None else [superclasses[labels]]
+    records = np.column_stack([*coarse, labels.astype(np.uint8), images.reshape(len(images), -1)])
+    for start in range(0, len(records), per_file):
+        yield records[start : start + per_file].data
+
+
+def cifar_python(path: Path, files: FileNames, label_key: str) -> Splits:
     """CIFAR's Python version, a folder or a tar of pickles, in which only arrays and plain values are allowed."""
 
     def decode(data: bytes) -> Split:
@@ -66,16 +81,16 @@ def cifar_python(path: Path, files: Names, label_key: str) -> Splits:
     return _cifar(path, files, decode)
 
 
-def cinic(path: Path) -> Splits:
-    """CINIC-10's image files, a folder or a tar of SPLIT/CLASS/*.png; its third split, valid, is left alone."""
-    pattern = re.compile(rf"(?:.*/)?(train|test)/({'|'.join(CINIC_CLASSES)})/[^/]+\.png")
+def image_files(path: Path, class_names: tuple[str, ...]) -> Splits:
+    """PNG images SPLIT/CLASS/*.png of the splits train and test, in a folder or a tar, sorted by class and name."""
+    pattern = re.compile(rf"(?:.*/)?(train|test)/({'|'.join(class_names)})/[^/]+\.png")
     found: dict[str, list[tuple[str, Array, int]]] = {"train": [], "test": []}
     with _reading(path):
         for name, data in _members(path, lambda name: pattern.fullmatch(name) is not None):
             split, label = pattern.fullmatch(name).groups()  # type: ignore[union-attr]
             with Image.open(io.BytesIO(data)) as image:
                 pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-            found[split].append((f"{label}/{PurePosixPath(name).name}", pixels, CINIC_CLASSES.index(label)))
+            found[split].append((f"{label}/{PurePosixPath(name).name}", pixels, class_names.index(label)))
         for split, entries in found.items():
             if not entries:
                 raise UserError(f"{path} has no images {split}/CLASS/*.png")
@@ -87,7 +102,13 @@ def cinic(path: Path) -> Splits:
     return train, test
 
 
-def packed(path: Path, split: str) -> Split:
+def packed(path: Path) -> Splits:
+    """Both splits of a packed .npz, or of NAME_train.npz and NAME_test.npz."""
+    test = path.with_name(path.name.replace("_train", "_test"))
+    return packed_split(path, "train"), packed_split(test, "test")
+
+
+def packed_split(path: Path, split: str) -> Split:
     """One split of a packed .npz: an xz stream of the raw array, or lossless WebP mosaics 100 images wide."""
     with _reading(path), np.load(path, allow_pickle=False) as file:
         if f"{split}_xz" in file:
@@ -102,7 +123,7 @@ def packed(path: Path, split: str) -> Split:
 
 
 def pack(path: Path, splits: dict[str, Split]) -> None:
-    """Write splits as `packed` reads them, always to the same bytes."""
+    """Write splits as `packed` reads them; the same splits give the same bytes."""
     arrays: dict[str, Array] = {}
     for split, (images, labels) in splits.items():
         pixels = np.ascontiguousarray(images.transpose(0, 2, 3, 1))
@@ -147,7 +168,7 @@ def _idx_file(folder: Path, name: str, dimensions: int) -> Array:
         return np.frombuffer(data, np.uint8, offset=4 * (1 + dimensions)).reshape(shape)
 
 
-def _cifar(path: Path, files: Names, decode: Callable[[bytes], Split]) -> Splits:
+def _cifar(path: Path, files: FileNames, decode: Callable[[bytes], Split]) -> Splits:
     wanted = {name for names in files for name in names}
     with _reading(path):
         batches = {name: decode(data) for name, data in _members(path, wanted.__contains__)}

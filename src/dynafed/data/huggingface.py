@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynafed.data.dataset import Dataset, from_arrays
+from dynafed.data.arrays import Dataset, from_arrays
 from dynafed.data.formats import Array
 from dynafed.errors import UserError
 
@@ -35,9 +35,10 @@ def load_hf(name: str) -> Dataset:
     columns = _sample_columns(name, splits["train"], x_name, label, datasets)
     pairs = [(_samples(name, splits[split], columns), np.asarray(splits[split][label])) for split in ("train", test)]
     dataset = from_arrays(pairs[0], pairs[1], name)
-    return dataclasses.replace(
-        dataset, classes=max(dataset.classes, getattr(splits["train"].features[label], "num_classes", 0))
-    )
+    class_names = tuple(getattr(splits["train"].features[label], "names", ()))
+    if len(class_names) < dataset.classes:  # no names, or labels that have none
+        return dataset
+    return dataclasses.replace(dataset, classes=len(class_names), class_names=class_names)
 
 
 def _label_column(name: str, split: Any, given: str, datasets: Any) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dynafed.data.catalog import BUILTIN, MINI
 from dynafed.data.formats import Split, pack
+from dynafed.data.loading import load
 from dynafed.data.partition import carve
-from dynafed.data.sources import BUILTIN, SOURCES, load
 from dynafed.seeds import Seeds
 
 
-def build(folder: Path | None, target: Path = BUILTIN) -> None:
+def build(folder: Path | None, target: Path = MINI) -> None:
     """Draw fmnist-mini from FashionMNIST, balanced over the classes, by fixed keys."""
     whole = load("fmnist", folder)
-    mini = SOURCES["fmnist-mini"]
+    mini = BUILTIN["fmnist-mini"]
 
     def draw(split: str, size: int) -> Split:
         x, y = getattr(whole, f"{split}_x").numpy(), getattr(whole, f"{split}_y").numpy()

@@ -1,23 +1,20 @@
-"""Who gets which samples: a partition is a matrix of counts (classes x clients), dealt from shuffled classes."""
+"""How samples are divided among clients: a matrix of counts (classes, clients), filled from shuffled classes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynafed.errors import UserError
-from dynafed.settings import nearest
+from dynafed.registry import Registry
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-PARTITIONS = ("iid", "dirichlet", "dirichlet-balanced", "shards", "quantity")
-"""The kinds that `make_partition` knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +44,7 @@ class Partition:
 
 
 def partition_from_lists(lists: Sequence[Any], samples: int, *, allow_empty: bool = False) -> Partition:
-    """A user's own partition: one array of sample indices per client; clients may share samples."""
+    """The partition of one array of sample indices per client; clients may share samples."""
     try:
         parts = [np.asarray(part) for part in lists]
     except TypeError:
@@ -68,6 +65,26 @@ def partition_from_lists(lists: Sequence[Any], samples: int, *, allow_empty: boo
     return Partition(indices, _offsets(sizes))
 
 
+class PartitionFunction(Protocol):
+    """A kind of partition. Returns a `Partition`, or one array of sample indices per client.
+
+    `labels` is an int64 array with one label per sample, the other arguments are the config's keys. All randomness is
+    drawn from `rng`.
+    """
+
+    def __call__(
+        self,
+        labels: Ints,
+        clients: int,
+        *,
+        alpha: float,
+        classes_per_client: int,
+        min_samples: int,
+        rng: np.random.Generator,
+    ) -> Partition | Sequence[ArrayLike]:
+        """The samples of every client."""
+
+
 def make_partition(
     kind: str,
     labels: ArrayLike,
@@ -78,10 +95,11 @@ def make_partition(
     min_samples: int = 1,
     rng: np.random.Generator,
 ) -> Partition:
-    """Deal every sample to exactly one client; no client gets fewer than `min_samples`."""
+    """The partition of a registered kind; no client gets fewer than `min_samples`.
+
+    The built-in kinds give every sample to exactly one client.
+    """
     labels = _labels(labels)
-    if kind not in PARTITIONS:
-        raise UserError(f"unknown partition '{kind}': {nearest(kind, PARTITIONS)}")
     if clients < 1:
         raise UserError(f"clients = {clients} must be at least 1")
     if min_samples < 0:
@@ -93,30 +111,66 @@ def make_partition(
             f"{len(labels)} samples are too few for clients = {clients} with min_samples = {min_samples} each: "
             f"lower one of the two"
         )
-    if kind in ("iid", "quantity"):
-        labels = np.zeros_like(labels)
-    _, labels, totals = np.unique(labels, return_inverse=True, return_counts=True)
-    even = np.diff(np.arange(clients + 1) * len(labels) // clients)
-    match kind:
-        case "iid":
-            counts = even[None, :]
-        case "shards":
-            counts = _shards(totals, clients, classes_per_client, rng)
-            if (least := counts.sum(axis=0).min()) < min_samples:
-                raise UserError(f"shards leave a client {least} samples, fewer than min_samples = {min_samples}")
-        case "dirichlet-balanced":
-            logs = _log_dirichlet(alpha, (len(totals), clients), rng)
-            counts = _resize(_apportion(_sinkhorn(logs, totals), totals), even)
-        case _:
-            counts = _apportion(np.exp(_log_dirichlet(alpha, (len(totals), clients), rng)), totals)
-            counts = _resize(counts, _raised(counts.sum(axis=0), min_samples))
-    owner = np.empty(len(labels), np.int64)
-    owner[_shuffled_by_class(labels, rng)] = np.repeat(np.tile(np.arange(clients), len(totals)), counts.ravel())
-    return Partition(np.argsort(owner, kind="stable"), _offsets(np.bincount(owner, minlength=clients)))
+    function = PARTITIONS.load(kind)
+    if not callable(function):
+        raise UserError(f"partition = '{kind}' is {type(function).__name__}: it must be a function")
+    made: Any = function(
+        labels, clients, alpha=alpha, classes_per_client=classes_per_client, min_samples=min_samples, rng=rng
+    )
+    partition = partition_from_lists(made, len(labels), allow_empty=True)
+    if len(partition) != clients:
+        raise UserError(f"partition = '{kind}' returned {len(partition)} clients instead of {clients}")
+    if (least := partition.sizes.min()) < min_samples:
+        raise UserError(f"partition = '{kind}' leaves a client {least} samples, fewer than min_samples = {min_samples}")
+    return partition
+
+
+def iid(labels: Ints, clients: int, *, rng: np.random.Generator, **_: Any) -> Partition:
+    """Equal sizes, drawn uniformly."""
+    return _deal(np.zeros_like(labels), _even(labels, clients)[None, :], rng)
+
+
+def dirichlet(
+    labels: Ints, clients: int, *, alpha: float, min_samples: int, rng: np.random.Generator, **_: Any
+) -> Partition:
+    """Each class is divided by its own draw from Dirichlet(alpha)."""
+    totals = _totals(labels)
+    counts = _apportion(np.exp(_log_dirichlet(alpha, (len(totals), clients), rng)), totals)
+    return _deal(labels, _resize(counts, _raised(counts.sum(axis=0), min_samples)), rng)
+
+
+def dirichlet_balanced(labels: Ints, clients: int, *, alpha: float, rng: np.random.Generator, **_: Any) -> Partition:
+    """Each class is divided by a draw from Dirichlet(alpha), scaled so that all clients have equal sizes."""
+    totals = _totals(labels)
+    logs = _log_dirichlet(alpha, (len(totals), clients), rng)
+    return _deal(labels, _resize(_apportion(_sinkhorn(logs, totals), totals), _even(labels, clients)), rng)
+
+
+def shards(labels: Ints, clients: int, *, classes_per_client: int, rng: np.random.Generator, **_: Any) -> Partition:
+    """Each client gets `classes_per_client` classes, picked at random among those picked least."""
+    return _deal(labels, _shards(_totals(labels), clients, classes_per_client, rng), rng)
+
+
+def quantity(labels: Ints, clients: int, **settings: Any) -> Partition:
+    """Sizes are drawn from Dirichlet(alpha), samples uniformly."""
+    return dirichlet(np.zeros_like(labels), clients, **settings)
+
+
+PARTITIONS: Registry[PartitionFunction] = Registry(
+    "partition",
+    {
+        "iid": iid,
+        "dirichlet": dirichlet,
+        "dirichlet-balanced": dirichlet_balanced,
+        "shards": shards,
+        "quantity": quantity,
+    },
+)
+"""All kinds of partitions by name."""
 
 
 def carve(labels: ArrayLike, size: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Hold `size` samples back, each class by its share: the sorted indices of the rest and of the held."""
+    """Hold back `size` samples, stratified by class. Returns the sorted indices of the rest and of those held back."""
     labels = _labels(labels)
     if not 0 <= size < len(labels):
         raise UserError(f"can't hold back {size} of {len(labels)} samples: ask for fewer")
@@ -141,6 +195,24 @@ def _brief(array: NDArray[Any]) -> str:
 
 def _offsets(sizes: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _totals(labels: Ints) -> Ints:
+    """The number of samples of each class that occurs."""
+    return np.unique(labels, return_counts=True)[1]
+
+
+def _even(labels: Ints, clients: int) -> Ints:
+    """Sizes that differ by one at most."""
+    return np.diff(np.arange(clients + 1) * len(labels) // clients)
+
+
+def _deal(labels: Ints, counts: Ints, rng: np.random.Generator) -> Partition:
+    """The partition in which client c has `counts[k, c]` random samples of the k-th class that occurs."""
+    classes, clients = counts.shape
+    owner = np.empty(len(labels), np.int64)
+    owner[_shuffled_by_class(labels, rng)] = np.repeat(np.tile(np.arange(clients), classes), counts.ravel())
+    return Partition(np.argsort(owner, kind="stable"), _offsets(np.bincount(owner, minlength=clients)))
 
 
 def _shuffled_by_class(labels: Ints, rng: np.random.Generator) -> Ints:
@@ -226,7 +298,7 @@ def _resize(counts: Ints, sizes: Ints) -> Ints:
 
 
 def _shards(totals: Ints, clients: int, each: int, rng: np.random.Generator) -> Ints:
-    """Each client gets `each` classes, picked at random among those picked least."""
+    """The counts of `shards`."""
     classes = len(totals)
     if not 1 <= each <= classes:
         raise UserError(f"classes_per_client = {each} must be from 1 to the {classes} classes there are")

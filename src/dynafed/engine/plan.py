@@ -184,7 +184,7 @@ class Plan:
     def rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """Samples of the training split, normalised, on the device."""
         index = torch.from_numpy(rows)
-        x = self.dataset.normalise(self.dataset.ready.index_select(0, index).to(self.device))
+        x = self.dataset.normalize(self.dataset.ready.index_select(0, index).to(self.device))
         return x, self.dataset.train_y[index].to(self.device)
 
     def client_data(self, client: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ class Plan:
         """A slice of the split that accuracy is measured on."""
         if self.config.evaluate == "validation":
             return self.rows(self.validation_rows[start:stop])
-        x = self.dataset.normalise(self.dataset.test_x[start:stop].to(self.device))
+        x = self.dataset.normalize(self.dataset.test_x[start:stop].to(self.device))
         return x, self.dataset.test_y[start:stop].to(self.device)
 
     @cached_property

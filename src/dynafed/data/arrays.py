@@ -1,4 +1,4 @@
-"""A dataset in memory, and how to make one from a user's own arrays."""
+"""A dataset in memory, made from any arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dynafed.errors import UserError
 
 READY_BYTES = 2**30
-"""Training samples that need more memory than this are normalised whenever they are used."""
+"""Training samples that need more memory than this are normalized whenever they are used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +28,15 @@ class Dataset:
     classes: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample."""
         return tuple(self.train_x.shape[1:])
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """Samples as a model takes them: uint8 is scaled and centred to float32, floats are left as they are."""
+    def normalize(self, x: Tensor) -> Tensor:
+        """Samples as a model takes them: uint8 is scaled and centered to float32, floats are left as they are."""
         if x.dtype != torch.uint8:
             return x
         scale, shift = self._affine
@@ -44,7 +45,7 @@ class Dataset:
     @cached_property
     def ready(self) -> Tensor:
         """The training samples as a model takes them, if that needs little memory; else as they are."""
-        return self.normalise(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
+        return self.normalize(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
 
     @cached_property
     def _affine(self) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dynafed.data import from_arrays
 from dynafed.errors import UserError
 
 
-def test_images_stay_bytes_and_are_normalised_per_channel(images):
+def test_images_stay_bytes_and_are_normalized_per_channel(images):
     x, y = images(50, 3, 4, 5), np.arange(50) % 3
     x[:, 1] //= 3
     dataset = from_arrays((x, y), (x[:5], y[:5].astype(np.uint8)))
@@ -16,32 +16,32 @@ def test_images_stay_bytes_and_are_normalised_per_channel(images):
     scaled = x / 255
     assert np.allclose(dataset.mean, scaled.mean(axis=(0, 2, 3)))
     assert np.allclose(dataset.std, scaled.std(axis=(0, 2, 3)))
-    got = dataset.normalise(dataset.train_x)
+    got = dataset.normalize(dataset.train_x)
     expected = (scaled - scaled.mean(axis=(0, 2, 3), keepdims=True)) / scaled.std(axis=(0, 2, 3), keepdims=True)
     assert got.dtype == torch.float32
     assert np.allclose(got, expected, atol=1e-5)
-    assert torch.equal(dataset.normalise(dataset.train_x[0]), got[0])
+    assert torch.equal(dataset.normalize(dataset.train_x[0]), got[0])
 
 
 def test_bytes_that_are_no_images_share_one_scale(images):
     x = images(20, 6)
     dataset = from_arrays((x, np.arange(20)), (x, np.arange(20)))
     assert np.allclose(dataset.mean, (x / 255).mean())
-    assert np.allclose(dataset.normalise(dataset.train_x).mean(), 0, atol=1e-5)
+    assert np.allclose(dataset.normalize(dataset.train_x).mean(), 0, atol=1e-5)
 
 
 def test_constant_images_do_not_divide_by_zero():
     x = np.full((4, 1, 2, 2), 7, np.uint8)
     dataset = from_arrays((x, np.zeros(4, int)), (x, np.zeros(4, int)))
     assert dataset.std == (1.0,)
-    assert dataset.normalise(dataset.train_x).abs().max() < 1e-6
+    assert dataset.normalize(dataset.train_x).abs().max() < 1e-6
 
 
 def test_floats_pass_as_they_are():
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     dataset = from_arrays((x, torch.arange(6)), (x[:2], torch.tensor([8, 0])))
     assert (dataset.mean, dataset.std, dataset.classes) == ((), (), 9)
-    assert torch.equal(dataset.normalise(dataset.train_x), x.float())
+    assert torch.equal(dataset.normalize(dataset.train_x), x.float())
 
 
 def test_read_only_and_reversed_arrays_are_copied(recwarn):

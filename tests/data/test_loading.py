@@ -1,6 +1,7 @@
 import io
 import pickle
 import struct
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from official_files import idx_bytes, write_files, write_idx
 from PIL import Image
 
-from dynafed.data import NAMES, check, check_name, describe, formats, load, sources
+from dynafed.data import DATASETS, NAMES, check, check_name, describe, formats, load, loading
+from dynafed.data.catalog import CIFAR10, CIFAR100, MINI, SUPERCLASSES
 from dynafed.errors import UserError
 
 TEST_FILES = {"cifar10": [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"], "cifar100": ["train", "test"]}
@@ -26,7 +28,7 @@ def same(dataset, train, test):
 
 
 @pytest.fixture
-def grey(images):
+def gray(images):
     return (images(12, 28, 28), np.arange(12) % 10), (images(4, 28, 28), np.arange(4))
 
 
@@ -42,8 +44,8 @@ def grey(images):
         ("fmnist", "FashionMNIST/raw", "."),
     ],
 )
-def test_idx_files_are_found_in_every_usual_place(tmp_path, grey, zipped, name, place, folder):
-    train, test = grey
+def test_idx_files_are_found_in_every_usual_place(tmp_path, gray, zipped, name, place, folder):
+    train, test = gray
     write_idx(tmp_path / place, train, test, zipped)
     dataset = load(name, tmp_path / folder)
     same(dataset, (train[0][:, None], train[1]), (test[0][:, None], test[1]))
@@ -52,13 +54,13 @@ def test_idx_files_are_found_in_every_usual_place(tmp_path, grey, zipped, name, 
 
 
 @pytest.fixture
-def no_debian(monkeypatch):
-    fmnist = sources.SOURCES["fmnist"]
-    monkeypatch.setitem(sources.SOURCES, "fmnist", sources.replace(fmnist, formats=fmnist.formats[:-1]))
+def no_debian(register):
+    fmnist = DATASETS.load("fmnist")
+    register("fmnist", replace(fmnist, formats=fmnist.formats[:-1]))
 
 
-def test_bare_idx_files_belong_to_nobody(tmp_path, grey, no_debian):
-    write_idx(tmp_path, *grey)
+def test_bare_idx_files_belong_to_nobody(tmp_path, gray, no_debian):
+    write_idx(tmp_path, *gray)
     for name in ("mnist", "fmnist"):
         with pytest.raises(UserError, match=f"{name} was not found in {tmp_path}.*dynafed data fetch {name}"):
             load(name, tmp_path)
@@ -79,8 +81,8 @@ def test_bare_idx_files_belong_to_nobody(tmp_path, grey, no_debian):
         (None, "lacks train-images-idx3-ubyte"),
     ],
 )
-def test_damaged_idx_files_are_named(tmp_path, grey, spoil, words):
-    write_idx(tmp_path / "mnist", *grey)
+def test_damaged_idx_files_are_named(tmp_path, gray, spoil, words):
+    write_idx(tmp_path / "mnist", *gray)
     file = tmp_path / "mnist" / "train-images-idx3-ubyte"
     if spoil:
         file.write_bytes(spoil(file.read_bytes()))
@@ -94,16 +96,16 @@ def test_damaged_idx_files_are_named(tmp_path, grey, spoil, words):
         load("mnist", tmp_path)
 
 
-def test_a_cut_gzip_is_named(tmp_path, grey):
-    write_idx(tmp_path / "mnist", *grey, "all")
+def test_a_cut_gzip_is_named(tmp_path, gray):
+    write_idx(tmp_path / "mnist", *gray, "all")
     file = tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz"
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(UserError, match=r"t10k-images-idx3-ubyte.gz is damaged"):
         load("mnist", tmp_path)
 
 
-def test_labels_beyond_the_classes_are_refused(tmp_path, grey):
-    (x, y), test = grey
+def test_labels_beyond_the_classes_are_refused(tmp_path, gray):
+    (x, y), test = gray
     write_idx(tmp_path / "mnist", (x, y + 5), test)
     with pytest.raises(UserError, match="15 classes"):
         load("mnist", tmp_path)
@@ -221,7 +223,7 @@ def test_cinic_images_are_read_in_order_from_train_and_test(tmp_path, images, pl
     files = {}
     for split in ("test", "valid", "train"):
         for number in reversed(range(30)):
-            files[f"{prefix}{split}/{formats.CINIC_CLASSES[y[number]]}/n{number:02d}.png"] = png(
+            files[f"{prefix}{split}/{CIFAR10[y[number]]}/n{number:02d}.png"] = png(
                 x[number] if split == "train" else 255 - x[number]
             )
     files["train/airplane/.DS_Store"] = b"junk"
@@ -231,14 +233,14 @@ def test_cinic_images_are_read_in_order_from_train_and_test(tmp_path, images, pl
     assert dataset.name == "cinic10"
 
 
-def test_grey_cinic_images_become_colour_and_missing_splits_are_named(tmp_path, images):
+def test_gray_cinic_images_become_color_and_missing_splits_are_named(tmp_path, images):
     x = images(1, 3, 32, 32)
     write_files(tmp_path / "cinic10", "", {"train/airplane/a.png": png(x[0], "L")})
     with pytest.raises(UserError, match="no images test/CLASS"):
         load("cinic10", tmp_path)
     write_files(tmp_path / "cinic10", "", {"test/truck/a.png": png(x[0])})
-    grey = load("cinic10", tmp_path).train_x[0].numpy()
-    assert (grey == x[0, :1]).all()
+    gray = load("cinic10", tmp_path).train_x[0].numpy()
+    assert (gray == x[0, :1]).all()
     write_files(tmp_path / "cinic10", "", {"test/truck/b.png": b"no image"})
     with pytest.raises(UserError, match="damaged"):
         load("cinic10", tmp_path)
@@ -265,8 +267,8 @@ def test_packed_mosaics(tmp_path, images):
     same(load("cifar10", tmp_path), train, test)
 
 
-def test_packed_streams(tmp_path, grey, no_debian):
-    train, test = ((x[:, None], y) for x, y in grey)
+def test_packed_streams(tmp_path, gray, no_debian):
+    train, test = ((x[:, None], y) for x, y in gray)
     formats.pack(tmp_path / "fashion_mnist.npz", {"train": train, "test": test})
     same(load("fmnist", tmp_path), train, test)
     (tmp_path / "fashion_mnist.npz").write_bytes(b"PK\3\4 no zip")
@@ -289,8 +291,8 @@ def test_the_built_in_dataset_is_what_it_was():
     assert report["test_class_counts"] == [200] * 10
     assert report["sha256"] == "55f2e0126d3d519597154a316ccc1fe3c4de9a1218f99d5431b92b3925b83a19"
     assert np.allclose(report["measured_mean"] + report["measured_std"], report["mean"] + report["std"], atol=2e-3)
-    assert (sources.BUILTIN.parent / "LICENSE.fashion-mnist").exists()
-    assert sources.BUILTIN.stat().st_size < 5e6
+    assert (MINI.parent / "LICENSE.fashion-mnist").exists()
+    assert MINI.stat().st_size < 5e6
 
 
 def test_digits_come_with_scikit_learn(monkeypatch):
@@ -300,7 +302,7 @@ def test_digits_come_with_scikit_learn(monkeypatch):
     assert max(report["test_class_counts"]) - min(report["test_class_counts"]) <= 3
     assert (report["mean"], report["std"]) == (report["measured_mean"], report["measured_std"])
     assert int(load("digits").train_x.max()) == 255
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         load("digits")
 
@@ -314,11 +316,22 @@ def test_names_are_checked():
         load("custom")
 
 
-def test_describe_tells_what_is_here(tmp_path, grey):
-    write_idx(tmp_path / "mnist", *grey)
+def test_describe_tells_what_is_here(tmp_path, gray):
+    write_idx(tmp_path / "mnist", *gray)
     rows = {row["name"]: row for row in describe(tmp_path)}
-    assert tuple(rows) == NAMES
+    assert list(rows) == DATASETS.names()
     assert rows["mnist"]["where"] == str(tmp_path / "mnist" / "train-images-idx3-ubyte")
     assert rows["fmnist-mini"]["format"] == "built in"
     assert not rows["cifar10"]["found"]
     assert all(row["note"] for row in rows.values())
+
+
+def test_class_names_are_in_the_official_order():
+    specs = {name: DATASETS.load(name) for name in NAMES}
+    assert {name: spec.classes for name, spec in specs.items()} == dict.fromkeys(NAMES, 10) | {"cifar100": 100}
+    assert list(CIFAR100) == sorted(set(CIFAR100))
+    aquatic_mammals = {CIFAR100[label] for label in np.flatnonzero(SUPERCLASSES == 0)}
+    assert aquatic_mammals == {"beaver", "dolphin", "otter", "seal", "whale"}
+    vehicles = {CIFAR100[label] for label in np.flatnonzero(SUPERCLASSES == 19)}
+    assert vehicles == {"lawn_mower", "rocket", "streetcar", "tank", "tractor"}
+    assert load("fmnist-mini").class_names[9] == "Ankle boot"

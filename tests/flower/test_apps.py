@@ -38,7 +38,7 @@ class Federation:
         self.plan: Plan
         self.nodes = Nodes(make_client_app(lambda context: (self.plan, folder)), nodes)
         self.nodes.tamper = tamper or self.nodes.tamper
-        self.app_config = AppConfig(**{"wait": 0.1, "timeout": 0.1} | settings)
+        self.app_config = AppConfig(**{"wait": 0.1, "timeout": 0.1, "num_partitions": nodes} | settings)
 
     def crew(self, plan: Plan, path: Path) -> FlowerBackend:
         self.plan = plan
@@ -207,7 +207,8 @@ def long_receipt(content: RecordDict) -> None:
 
 
 def unknown_record(content: RecordDict) -> None:
-    content.clear()
+    for name in set(content) - {"task"}:
+        del content[name]
     content["hello"] = ConfigRecord({"world": 1})
 
 
@@ -434,7 +435,7 @@ def test_a_preset_can_be_changed_and_a_node_has_a_say_in_how() -> None:
     [
         ({"device": "cuda"}, "device = 'cuda': torch finds none on this machine"),
         ({"partition-id": 9}, "its partition-id = 9 is not below its num-partitions = 4"),
-        ({"partition-id": "x"}, "its --node-config needs partition-id=N and num-partitions=N"),
+        ({"partition-id": "x"}, "partition-id = 'x' in its --node-config is not a whole number"),
         ({"data_dir": "nowhere"}, "the data folder nowhere doesn't exist"),
     ],
 )
@@ -445,7 +446,7 @@ def test_what_is_wrong_with_a_node_is_said_in_one_line(
     run_config = APP | {"dynafed-out": str(tmp_path / "r")}
     nodes = Nodes(client_app, 4, run_config)
     nodes.contexts = {7: nodes.context(0, **node_config)}
-    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=f"0 of 1 nodes .*; node 7: {line}"):
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=f"0 of 4 nodes .*; node 7: {line}"):
         serve(run_config, nodes)
 
 
@@ -457,7 +458,8 @@ def test_no_gpu_on_the_server_is_said_in_one_line(tmp_path: Path) -> None:
 
 def test_a_train_request_comes_out_as_it_went_in() -> None:
     broadcast = wire.Broadcast(3, {"w": torch.randn(2, 3)}, {"scaffold": {"c": torch.randn(2)}})
-    request = wire.train_request(wire.pack_broadcast(broadcast), 3, 5, 0.25, {})
+    request = wire.train_request(wire.pack_broadcast(broadcast), 0.25, {})
+    wire.add_task(request, 3, 5)
     read, client, work, receipt = wire.read_train_request(request)
     assert (read.round, client, work, receipt) == (3, 5, 0.25, {})
     assert tree.digest(read.model) == tree.digest(broadcast.model)

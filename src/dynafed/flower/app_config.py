@@ -23,6 +23,8 @@ class AppConfig:
     config: str = setting("", "a preset or a TOML file, which the keys without the prefix change")
     out: str = setting("", "the run's folder, on the server; one that holds a run is continued")
     memory: str = setting("", "a folder on each node, in which what its clients remember survives a restart")
+    num_partitions: int = setting(0, "parts that the clients are divided into (0: one for each client)", low=0)
+    node_keys: str = setting("", "a file on the server that binds public keys of nodes to partitions")
     min_nodes: int = setting(0, "nodes that must be there to begin (0: one for each partition)", low=0)
     wait: float = setting(300.0, "seconds to wait for them", above=0)
     timeout: float = setting(3600.0, "seconds that a round's clients have to answer", above=0)

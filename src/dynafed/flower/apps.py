@@ -52,6 +52,7 @@ def make_client_app(resolve_plan: ResolvePlan) -> ClientApp:
             except (UserError, StateLost) as error:
                 log.error("%s", error)
                 content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
+            wire.copy_task(message.content, content)
             return Message(content, reply_to=message)
 
         return reply
@@ -63,13 +64,21 @@ def make_client_app(resolve_plan: ResolvePlan) -> ClientApp:
 
 
 def _node_info(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    try:
-        partition, partitions = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    except (KeyError, ValueError):
-        raise UserError("its --node-config needs partition-id=N and num-partitions=N") from None
-    if not 0 <= partition < partitions:
-        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {partitions}")
-    return wire.node_info_reply(partition, partitions, plan.fingerprint)
+    partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
+    if partition is None:
+        raise UserError("its --node-config needs partition-id=N")
+    if num_partitions is not None and not 0 <= partition < num_partitions:
+        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
+    return wire.node_info_reply(partition, num_partitions, plan.fingerprint)
+
+
+def _node_number(context: Context, key: str) -> int | None:
+    value = context.node_config.get(key)
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")
 
 
 def _setup(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import secrets
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app.typing import ConfigRecordValues
 
 from dynafed import tree
 from dynafed.engine.memory import LOST, NOTHING, read_receipt, receipt
+from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.messages import Broadcast, Update
 from dynafed.tree import Tree
@@ -21,20 +24,40 @@ def pack_broadcast(broadcast: Broadcast) -> BroadcastRecords:
     return {"model": to_record(broadcast.model), "extras": to_record(tree.nest(broadcast.extras))}
 
 
-def train_request(
-    records: BroadcastRecords, round_num: int, client: int, work: float, state_receipt: Tree
-) -> RecordDict:
-    """One client's task in a round; `state_receipt` says which of its states it starts from."""
-    task = ConfigRecord({"round": round_num, "client": client, "work": work})
-    return RecordDict({**records, "receipt": to_record(state_receipt), "task": task})
+def add_task(content: RecordDict, round_num: int, client: int) -> None:
+    """Put into a request what its reply must repeat: round, client, and a random number that nobody else knows."""
+    content["task"] = ConfigRecord({"round": round_num, "client": client, "nonce": secrets.token_hex(16)})
+
+
+def copy_task(request: RecordDict, reply: RecordDict) -> None:
+    """Repeat a request's task in its reply, if it has one."""
+    if (task := request.config_records.get("task")) is not None:
+        reply["task"] = task
+
+
+def check_task(request: RecordDict, reply: RecordDict) -> None:
+    """Raise `UserError` unless a reply belongs to this request."""
+    expected, task = request.config_records["task"], reply.config_records.get("task")
+    if task is None:
+        raise UserError("its answer doesn't say which round and client it is for")
+    if dict(task) != dict(expected):
+        round_num, client = task.get("round"), task.get("client")
+        if (round_num, client) == (expected["round"], expected["client"]):
+            raise UserError("its answer is to another request")
+        raise UserError(f"its answer is for round {round_num!r} and client {client!r}")
+
+
+def train_request(records: BroadcastRecords, work: float, state_receipt: Tree) -> RecordDict:
+    """What one client needs to train; `state_receipt` says which of its states it starts from."""
+    return RecordDict({**records, "receipt": to_record(state_receipt), "train": ConfigRecord({"work": work})})
 
 
 def read_train_request(content: RecordDict) -> tuple[Broadcast, int, float, Tree]:
     """The broadcast, the client, the share of its work that it does, and the receipt of its state."""
-    task = content.config_records["task"]
+    task, work = content.config_records["task"], content.config_records["train"]["work"]
     arrays = {name: from_record(record) for name, record in content.array_records.items()}
     broadcast = Broadcast(cast(int, task["round"]), arrays["model"], tree.unnest(arrays["extras"]))
-    return broadcast, cast(int, task["client"]), cast(float, task["work"]), arrays["receipt"]
+    return broadcast, cast(int, task["client"]), cast(float, work), arrays["receipt"]
 
 
 def train_reply(update: Update, state_receipt: Tree) -> RecordDict:
@@ -62,7 +85,7 @@ def read_train_reply(content: RecordDict, client: int) -> tuple[Update, Tree]:
     metrics = content.metric_records["metrics"]
     examples, steps, loss = (metrics[name] for name in ("examples", "steps", "loss"))
     curve, seconds = metrics["curve"], float(cast(float, metrics["seconds"]))
-    if not (isinstance(examples, int) and isinstance(steps, int) and isinstance(curve, list)):
+    if type(examples) is not int or type(steps) is not int or not isinstance(curve, list):
         raise ValueError("numbers of another kind")
     if not 0 <= seconds < math.inf:
         raise ValueError("a time that can't be")
@@ -98,26 +121,26 @@ def failure_receipt(content: RecordDict) -> Tree:
     return receipt(LOST, NOTHING) if record is not None and record.get("state-lost") is True else {}
 
 
-def node_info_reply(partition: int, partitions: int, fingerprint: str) -> RecordDict:
-    """What a node says about itself: which part of the data it has, of how many, and of which data."""
-    return RecordDict(
-        {"node": ConfigRecord({"partition": partition, "partitions": partitions, "fingerprint": fingerprint})}
-    )
+def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str) -> RecordDict:
+    """What a node says about itself: its partition, of how many if it knows, and the checksum of data and network."""
+    node: dict[str, int | str] = {"partition": partition, "fingerprint": fingerprint}
+    if num_partitions is not None:
+        node["partitions"] = num_partitions
+    return RecordDict({"node": ConfigRecord(cast(dict[str, ConfigRecordValues], node))})
 
 
-def read_node_info(content: RecordDict) -> tuple[int, int, str]:
-    """The inverse of `node_info_reply`."""
+def read_node_info(content: RecordDict) -> tuple[int, int | None, str]:
+    """The inverse of `node_info_reply`; raises any exception if the node sent something else."""
     node = content.config_records["node"]
-    return int(cast(int, node["partition"])), int(cast(int, node["partitions"])), str(node["fingerprint"])
-
-
-def setup_request(client: int) -> RecordDict:
-    """Asks for what a client sends once, before round 1."""
-    return RecordDict({"task": ConfigRecord({"client": client})})
+    partition, num_partitions, fingerprint = node["partition"], node.get("partitions"), node["fingerprint"]
+    # Not isinstance: True is an int, too.
+    if type(partition) is not int or type(num_partitions) not in (int, type(None)) or not isinstance(fingerprint, str):
+        raise UserError("its partition-id and num-partitions must be whole numbers")
+    return partition, cast(int | None, num_partitions), fingerprint
 
 
 def read_setup_request(content: RecordDict) -> int:
-    """The inverse of `setup_request`."""
+    """The client whose setup is requested."""
     return cast(int, content.config_records["task"]["client"])
 
 

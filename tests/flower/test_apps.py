@@ -21,10 +21,10 @@ from dynafed.engine.plan import Plan
 from dynafed.engine.run import Progress, read_metrics
 from dynafed.errors import WorkerDied
 from dynafed.flower import client_app, server_app, wire
+from dynafed.flower.app_config import AppConfig, read_app_config, read_config
 from dynafed.flower.apps import make_client_app
-from dynafed.flower.fleet import Fleet
+from dynafed.flower.backend import FlowerBackend
 from dynafed.flower.records import to_record
-from dynafed.flower.settings import FlowerSettings, config_of, settings_of
 
 STATEFUL: dict[str, Any] = {"case": "scaffold+dynafed", "client_state": "persistent", "checkpoint_every": 1}
 
@@ -38,11 +38,11 @@ class Federation:
         self.plan: Plan
         self.nodes = Nodes(make_client_app(lambda context: (self.plan, folder)), nodes)
         self.nodes.tamper = tamper or self.nodes.tamper
-        self.settings = FlowerSettings(**{"wait": 0.1, "timeout": 0.1} | settings)
+        self.app_config = AppConfig(**{"wait": 0.1, "timeout": 0.1, "num_partitions": nodes} | settings)
 
-    def crew(self, plan: Plan, path: Path) -> Fleet:
+    def crew(self, plan: Plan, path: Path) -> FlowerBackend:
         self.plan = plan
-        return Fleet(plan, self.settings, self.nodes)
+        return FlowerBackend(plan, self.app_config, self.nodes)
 
     def run(self, out: Path, case: str = "fedavg", progress: Progress | None = None, **changes: Any) -> dynafed.Result:
         chosen = config(case, engine="flower", **changes)
@@ -65,8 +65,8 @@ def everything(result: dynafed.Result) -> dict[str, Any]:
 class Crash(Progress):
     """Ends the server after a round, without a word to the engine."""
 
-    def __init__(self, round: int) -> None:
-        self.last = round
+    def __init__(self, round_num: int) -> None:
+        self.last = round_num
 
     def round(self, record: dict[str, Any], config: Config) -> None:
         if record["round"] == self.last:
@@ -141,7 +141,7 @@ def test_a_node_keeps_only_what_a_checkpoint_may_ask_for(tmp_path: Path) -> None
     federation.run(tmp_path / "flower", "scaffold", participation=1.0, rounds=8, checkpoint_every=1, keep_checkpoints=2)
     for context in federation.nodes.contexts.values():
         client = context.node_config["partition-id"]
-        kept = {f"dynafed-{client}-{round}" for round in (5, 6, 7, 8)}
+        kept = {f"dynafed-{client}-{round_num}" for round_num in (5, 6, 7, 8)}
         assert set(context.state) == kept
         assert {f"dynafed-{file.stem}" for file in (tmp_path / "disk").glob(f"*/{client}-*")} == kept
 
@@ -149,11 +149,11 @@ def test_a_node_keeps_only_what_a_checkpoint_may_ask_for(tmp_path: Path) -> None
 # What clients send
 
 
-def spoilt(spoil: Callable[[RecordDict], None], round: str = "1", node: int = 1014) -> Tamper:
+def spoilt(spoil: Callable[[RecordDict], None], round_num: str = "1", node: int = 1014) -> Tamper:
     """Spoils what client 2 sends in a round."""
 
     def tamper(message: Message, reply: Message) -> Message:
-        if message.metadata.group_id == round and message.metadata.dst_node_id == node:
+        if message.metadata.group_id == round_num and message.metadata.dst_node_id == node:
             spoil(reply.content)
         return reply
 
@@ -199,15 +199,16 @@ def pickled(content: RecordDict) -> None:
 
 
 def no_receipt(content: RecordDict) -> None:
-    content["memory"] = to_record({"round": torch.zeros(3)})
+    content["receipt"] = to_record({"round": torch.zeros(3)})
 
 
 def long_receipt(content: RecordDict) -> None:
-    content["memory"] = to_record({"round": torch.tensor(1), "checksum": torch.zeros(10_000, dtype=torch.uint8)})
+    content["receipt"] = to_record({"round": torch.tensor(1), "checksum": torch.zeros(10_000, dtype=torch.uint8)})
 
 
 def unknown_record(content: RecordDict) -> None:
-    content.clear()
+    for name in set(content) - {"task"}:
+        del content[name]
     content["hello"] = ConfigRecord({"world": 1})
 
 
@@ -271,9 +272,9 @@ def test_a_round_that_is_repeated_leaves_no_trace_at_the_clients(tmp_path: Path)
 
 def test_what_a_client_enrols_with_is_checked(tmp_path: Path) -> None:
     def spoil(content: RecordDict) -> None:
-        content["enrolment"] = to_record({"x": torch.zeros(3, 2), "y": torch.zeros(1)})
+        content["setup"] = to_record({"x": torch.zeros(3, 2), "y": torch.zeros(1)})
 
-    result = Federation(tamper=spoilt(spoil, round="0")).run(tmp_path / "r", "fedmix")
+    result = Federation(tamper=spoilt(spoil, round_num="0")).run(tmp_path / "r", "fedmix")
     assert result.history[0]["enrolments_rejected"] == 1
 
 
@@ -346,15 +347,15 @@ def test_when_all_clients_fail_again_and_again_one_line_says_so(tmp_path: Path) 
         federation.run(tmp_path / "r")
 
 
-class Strict(Fleet):
-    forgiving = False
+class Strict(FlowerBackend):
+    tolerate_failures = False
 
 
 def test_a_simulation_ends_where_one_client_fails_and_can_go_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation = Federation(tamper=spoilt(no_model, round="3"))
-    monkeypatch.setattr("test_apps.Fleet", Strict)
+    federation = Federation(tamper=spoilt(no_model, round_num="3"))
+    monkeypatch.setattr("test_apps.FlowerBackend", Strict)
     with pytest.raises(WorkerDied, match=r"round 3, client 2: its answer can't be read.* dynafed resume"):
         federation.run(tmp_path / "r", participation=1.0)
     assert (tmp_path / "r" / "checkpoint" / "round-000002").exists()
@@ -365,7 +366,7 @@ def test_too_few_nodes(tmp_path: Path) -> None:
     federation.nodes.contexts = dict(list(federation.nodes.contexts.items())[:2])
     with pytest.raises(UserError, match=r"2 of 8 nodes are here after 0.1 seconds: .*dynafed-min-nodes"):
         federation.run(tmp_path / "r")
-    federation.settings = FlowerSettings(wait=0.1, timeout=0.1, min_nodes=2)
+    federation.app_config = AppConfig(wait=0.1, timeout=0.1, min_nodes=2)
     assert federation.run(tmp_path / "s", participation=1.0).history[0]["clients"] == [6, 7]
 
 
@@ -419,14 +420,14 @@ def test_the_apps_read_their_config_and_go_on_where_they_were(tmp_path: Path) ->
 def test_a_preset_can_be_changed_and_a_node_has_a_say_in_how() -> None:
     run_config = {"dynafed-config": "demo", "rounds": 3, "watch": "[1, 2]", "dynafed.samples": 20, "device": "cpu"}
     node_config = {"partition-id": 0, "threads": 2, "dynafed-memory": "m", "alpha": 9.0}
-    chosen = config_of(run_config, node_config)
+    chosen = read_config(run_config, node_config)
     expected = Config.load("demo", {"rounds": 3, "watch": [1, 2], "dynafed.samples": 20})
     assert chosen == expected.replace(engine="flower", threads=2)
-    assert settings_of(run_config, node_config).memory_folder == Path("m")
+    assert read_app_config(run_config, node_config).client_state_folder == Path("m")
     with pytest.raises(UserError, match="unknown key 'dynafed-min-node': did you mean 'dynafed-min-nodes'"):
-        settings_of({"dynafed-min-node": 3})
+        read_app_config({"dynafed-min-node": 3})
     with pytest.raises(UserError, match="unknown key 'round': did you mean 'rounds'"):
-        config_of({"round": 3})
+        read_config({"round": 3})
 
 
 @pytest.mark.parametrize(
@@ -434,7 +435,7 @@ def test_a_preset_can_be_changed_and_a_node_has_a_say_in_how() -> None:
     [
         ({"device": "cuda"}, "device = 'cuda': torch finds none on this machine"),
         ({"partition-id": 9}, "its partition-id = 9 is not below its num-partitions = 4"),
-        ({"partition-id": "x"}, "its --node-config needs partition-id=N and num-partitions=N"),
+        ({"partition-id": "x"}, "partition-id = 'x' in its --node-config is not a whole number"),
         ({"data_dir": "nowhere"}, "the data folder nowhere doesn't exist"),
     ],
 )
@@ -445,7 +446,7 @@ def test_what_is_wrong_with_a_node_is_said_in_one_line(
     run_config = APP | {"dynafed-out": str(tmp_path / "r")}
     nodes = Nodes(client_app, 4, run_config)
     nodes.contexts = {7: nodes.context(0, **node_config)}
-    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=f"0 of 1 nodes .*; node 7: {line}"):
+    with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=f"0 of 4 nodes .*; node 7: {line}"):
         serve(run_config, nodes)
 
 
@@ -455,9 +456,11 @@ def test_no_gpu_on_the_server_is_said_in_one_line(tmp_path: Path) -> None:
             serve(APP | {"device": "cuda", "dynafed-out": str(tmp_path / "r")})
 
 
-def test_orders_and_answers_come_out_as_they_went_in() -> None:
+def test_a_train_request_comes_out_as_it_went_in() -> None:
     broadcast = wire.Broadcast(3, {"w": torch.randn(2, 3)}, {"scaffold": {"c": torch.randn(2)}})
-    read, client, work, memory = wire.read_order(wire.order(wire.pack(broadcast), 3, 5, 0.25, {}))
-    assert (read.round, client, work, memory) == (3, 5, 0.25, {})
+    request = wire.train_request(wire.pack_broadcast(broadcast), 0.25, {})
+    wire.add_task(request, 3, 5)
+    read, client, work, receipt = wire.read_train_request(request)
+    assert (read.round, client, work, receipt) == (3, 5, 0.25, {})
     assert tree.digest(read.model) == tree.digest(broadcast.model)
     assert tree.digest(tree.nest(read.extras)) == tree.digest(tree.nest(broadcast.extras))

@@ -28,7 +28,8 @@ from nodes import QUICK
 
 import dynafed
 from dynafed import Config
-from dynafed.engine.run import QUIET, read_metrics
+from dynafed.engine.run import read_metrics
+from dynafed.flower.environment import DEFAULTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -67,13 +68,13 @@ def test_neither_a_killed_server_app_nor_a_killed_node_loses_anything(tmp_path: 
     assert "Failed to activate SuperNode" in federation.log("stranger")
 
 
-def saved(run: Path, round: int) -> bool:
-    return (run / "checkpoint" / f"round-{round:06d}").exists()
+def saved(run: Path, round_num: int) -> bool:
+    return (run / "checkpoint" / f"round-{round_num:06d}").exists()
 
 
-def tensors(run: Path, round: int) -> bytes:
+def tensors(run: Path, round_num: int) -> bytes:
     """The model, the trajectory, D_syn and the control variate, bit for bit."""
-    return (run / "checkpoint" / f"round-{round:06d}" / "state.safetensors").read_bytes()
+    return (run / "checkpoint" / f"round-{round_num:06d}" / "state.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ class Federation:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.environment = (
             os.environ
-            | QUIET
+            | DEFAULTS
             | {
                 "FLWR_HOME": str(folder / "home"),
                 "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

@@ -1,5 +1,7 @@
 """DynaFed on Flower: a strategy that wraps any other, and every method of ours as a client app and a server app."""
 
+import dynafed.flower.environment  # noqa: F401 (before Flower is imported)
+
 try:
     import flwr  # noqa: F401
 except ModuleNotFoundError:

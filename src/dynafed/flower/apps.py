@@ -25,84 +25,93 @@ from dynafed.engine.run import Progress, Record, resume, run
 from dynafed.errors import Interrupted, UserError
 from dynafed.execution import EXECUTION
 from dynafed.flower import wire
-from dynafed.flower.fleet import Fleet
-from dynafed.flower.node import Lost, NodeMemory
-from dynafed.flower.settings import config_of, settings_of
+from dynafed.flower.app_config import read_app_config, read_config
+from dynafed.flower.backend import FlowerBackend
+from dynafed.flower.client_store import NodeClientStore, StateLost
 from dynafed.path import keep_freed_memory
 
 log = logging.getLogger("flwr.dynafed")
 
-Setting = Callable[[Context], tuple[Plan, Path | None]]
-"""What a client app works on, and where on the disk its clients' memories are, if they are."""
+ResolvePlan = Callable[[Context], tuple[Plan, Path | None]]
+"""Returns what a client app works on, and the folder of its clients' states, if there is one."""
 
 
-def make_client_app(setting: Setting) -> ClientApp:
-    """A client app that trains the clients which the server asks for."""
+def make_client_app(resolve_plan: ResolvePlan) -> ClientApp:
+    """A client app that trains the clients that the server requests."""
     app = ClientApp()
 
-    def told(handle: Callable[[Plan, Path | None, Message, Context], RecordDict]) -> Callable[..., Message]:
-        """Answer with what `handle` returns, or with one line about why it can't."""
+    def handler(handle: Callable[[Plan, Path | None, Message, Context], RecordDict]) -> Callable[..., Message]:
+        """Replies with what `handle` returns, or with one line about why it can't."""
 
-        def answered(message: Message, context: Context) -> Message:
+        def reply(message: Message, context: Context) -> Message:
             try:
-                plan, folder = setting(context)
+                plan, folder = resolve_plan(context)
                 torch.set_num_threads(plan.config.threads)
                 keep_freed_memory()
                 content = handle(plan, folder, message, context)
-            except (UserError, Lost) as error:
+            except (UserError, StateLost) as error:
                 log.error("%s", error)
-                content = wire.refusal(str(error), lost=isinstance(error, Lost))
+                content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
+            wire.copy_task(message.content, content)
             return Message(content, reply_to=message)
 
-        return answered
+        return reply
 
-    app.query()(told(_introduce))
-    app.query("enrol")(told(_enrol))
-    app.train()(told(_train))
+    app.query()(handler(_node_info))
+    app.query("setup")(handler(_setup))
+    app.train()(handler(_train))
     return app
 
 
-def _introduce(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    try:
-        partition, partitions = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    except (KeyError, ValueError):
-        raise UserError("its --node-config needs partition-id=N and num-partitions=N") from None
-    if not 0 <= partition < partitions:
-        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {partitions}")
-    return wire.introduction(partition, partitions, plan.fingerprint)
+def _node_info(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
+    partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
+    if partition is None:
+        raise UserError("its --node-config needs partition-id=N")
+    if num_partitions is not None and not 0 <= partition < num_partitions:
+        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
+    return wire.node_info_reply(partition, num_partitions, plan.fingerprint)
 
 
-def _enrol(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    return wire.enrolment(plan.methods.client.enrol(plan, wire.read_whose(message.content)))
+def _node_number(context: Context, key: str) -> int | None:
+    value = context.node_config.get(key)
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")
+
+
+def _setup(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
+    return wire.setup_reply(plan.methods.client.enrol(plan, wire.read_setup_request(message.content)))
 
 
 def _train(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    broadcast, client, work, receipt = wire.read_order(message.content)
-    memory = NodeMemory(client, context.state, folder)
-    memory.forget(receipt, before=broadcast.round - 1 - plan.config.checkpoint_every * plan.config.keep_checkpoints)
-    update, kept = local_update(plan, broadcast, client, memory.recall(receipt), work)
-    return wire.answer(update, memory.keep(broadcast.round, kept))
+    broadcast, client, work, receipt = wire.read_train_request(message.content)
+    store = NodeClientStore(client, context.state, folder)
+    store.prune(receipt, before=broadcast.round - 1 - plan.config.checkpoint_every * plan.config.keep_checkpoints)
+    update, state = local_update(plan, broadcast, client, store.load(receipt), work)
+    return wire.train_reply(update, store.save(broadcast.round, state))
 
 
-def _configured(context: Context) -> tuple[Plan, Path | None]:
-    plan = _plan(config_of(context.run_config, context.node_config).to_toml())
-    folder = settings_of(context.run_config, context.node_config).memory_folder
-    return plan, folder / _identity(plan) if folder else None
+def _plan_from_config(context: Context) -> tuple[Plan, Path | None]:
+    plan = _load_plan(read_config(context.run_config, context.node_config).to_toml())
+    folder = read_app_config(context.run_config, context.node_config).client_state_folder
+    return plan, folder / _run_key(plan) if folder else None
 
 
 @lru_cache(maxsize=1)
-def _plan(config: str) -> Plan:
-    """A process that trains several clients, one after the other, reads its data once."""
+def _load_plan(config: str) -> Plan:
+    """Cached: a process that trains several clients, one after the other, reads its data once."""
     return Plan.make(Config.from_dict(tomllib.loads(config)))
 
 
-def _identity(plan: Plan) -> str:
-    """The name of the computation: equal for runs that come to the same result."""
+def _run_key(plan: Plan) -> str:
+    """Equal for runs that come to the same result."""
     deciding = {key: value for key, value in plan.config.to_dict().items() if key not in EXECUTION | {"rounds"}}
     return checksum(f"{sorted(deciding.items())} {plan.fingerprint}".encode())
 
 
-client_app = make_client_app(_configured)
+client_app = make_client_app(_plan_from_config)
 """Trains the clients of a Flower node, as the app's config says."""
 
 server_app = ServerApp()
@@ -111,14 +120,14 @@ server_app = ServerApp()
 
 @server_app.main()
 def _serve(grid: Grid, context: Context) -> None:
-    settings, config = settings_of(context.run_config), config_of(context.run_config)
+    app_config, config = read_app_config(context.run_config), read_config(context.run_config)
 
-    def crew(plan: Plan, path: Path) -> Fleet:
+    def backend(plan: Plan, path: Path) -> FlowerBackend:
         log.info("the run's files are in %s", path.absolute())
-        return Fleet(plan, settings, grid)
+        return FlowerBackend(plan, app_config, grid)
 
-    out = Path(settings.out).expanduser() if settings.out else None
-    common: dict[str, Any] = {"progress": _Log(), "crew": crew}
+    out = Path(app_config.out).expanduser() if app_config.out else None
+    common: dict[str, Any] = {"progress": _LogProgress(), "crew": backend}
     try:
         if out and (out / "config.toml").exists():
             before, now = Config.load(out / "config.toml").to_dict(), config.to_dict()
@@ -131,8 +140,8 @@ def _serve(grid: Grid, context: Context) -> None:
     log.info("done: accuracy %.2f %% over the last rounds", 100 * result.final_accuracy)
 
 
-class _Log(Progress):
-    """A line a round in Flower's log."""
+class _LogProgress(Progress):
+    """Writes one line per round to Flower's log."""
 
     def round(self, record: Record, config: Config) -> None:
         line = f"round {record['round']} of {config.rounds}: {len(record['clients'])} clients"

@@ -63,19 +63,19 @@ class Refiner:
         """All that changes: the trajectory, and D_syn once there is one."""
         self.metrics: dict[str, float] = {}
         """Numbers about the last round."""
-        own = module.state_dict(keep_vars=True)
-        self.own: Tree = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
+        tensors = module.state_dict(keep_vars=True)
+        self.module_tensors: Tree = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         first: dict[int, str] = {}
-        self.tied = {name: first.setdefault(id(tensor), name) for name, tensor in self.own.items()}
+        self.tied = {name: first.setdefault(id(tensor), name) for name, tensor in self.module_tensors.items()}
         """For each name the first one of the same tensor: itself, unless weights are tied."""
-        self.sent = {name: tensor.dtype for name, tensor in self.own.items()}
+        self.sent_dtypes = {name: tensor.dtype for name, tensor in self.module_tensors.items()}
         """Names and dtypes, in the order in which clients get them."""
 
-    def begin(self, arrays: ArrayRecord) -> None:
-        """Note the initial model; only `include_initial`, or arrays in another order or other dtypes, need it."""
-        model = self._named(arrays)
-        self.sent = {name: tensor.dtype for name, tensor in model.items()}
-        self.state = self.algorithm.initial(self.task, self._as_module(model))
+    def initialize(self, arrays: ArrayRecord) -> None:
+        """Set the initial model; only `include_initial`, or arrays in another order or other dtypes, need it."""
+        model = self._by_name(arrays)
+        self.sent_dtypes = {name: tensor.dtype for name, tensor in model.items()}
+        self.state = self.algorithm.initial(self.task, self._to_module(model))
 
     def refine(self, server_round: int, arrays: ArrayRecord | None) -> ArrayRecord | None:
         """What the clients get in place of a round's aggregate; order and dtypes are those of what they got before.
@@ -85,40 +85,46 @@ class Refiner:
         self.metrics = {}
         if not arrays:
             return None
-        aggregate = self._named(arrays)
-        if flaw := not_finite(aggregate):
-            raise NotFinite(f"the aggregate of round {server_round} is no model: {flaw}")
-        model = self._as_module(aggregate)
+        aggregate = self._by_name(arrays)
+        if problem := not_finite(aggregate):
+            raise NotFinite(f"the aggregate of round {server_round} is no model: {problem}")
+        model = self._to_module(aggregate)
         # The synthesis takes from the module what isn't trained: buffers, frozen layers.
         self.task.module.load_state_dict(model, strict=False)
-        refined = self.algorithm.refine(self.task, model, self.state, server_round, Host(self.folder, busy=_busy))
+        refined = self.algorithm.refine(
+            self.task, model, self.state, server_round, Host(self.folder, busy=_log_progress)
+        )
         self.state, self.metrics = refined.state, dict(refined.metrics)
         if self.metrics:
             log.info("DynaFed: D_syn is made; %s", ", ".join(f"{name} {x:.3g}" for name, x in self.metrics.items()))
         if refined.model is not model:
             log.info("DynaFed: the aggregate of round %d is fine-tuned on D_syn", server_round)
             aggregate = {name: refined.model[self.tied[name]] for name in aggregate}
-        result = {name: _cast(aggregate[name], dtype) for name, dtype in self.sent.items()}
-        if self._numbered(arrays):
-            result = {str(number): result[name] for number, name in enumerate(self.own)}
+        result = {name: _cast(aggregate[name], dtype) for name, dtype in self.sent_dtypes.items()}
+        if self._is_list(arrays):
+            result = {str(number): result[name] for number, name in enumerate(self.module_tensors)}
         return to_record(result)
 
-    def _named(self, arrays: ArrayRecord) -> Tree:
+    def _by_name(self, arrays: ArrayRecord) -> Tree:
         """The arrays by the model's names, if they fit it."""
         sent = from_record(arrays)
-        if self._numbered(arrays):
-            sent = {name: sent[str(number)] for number, name in enumerate(self.own)}
-        if flaw := misfit(sent, self.own):
-            raise UserError(f"the federation's arrays don't fit the model that DynaFed was given: {flaw}")
+        if self._is_list(arrays):
+            sent = {name: sent[str(number)] for number, name in enumerate(self.module_tensors)}
+        if problem := misfit(sent, self.module_tensors):
+            raise UserError(f"the federation's arrays don't fit the model that DynaFed was given: {problem}")
         return sent
 
-    def _numbered(self, arrays: ArrayRecord) -> bool:
+    def _is_list(self, arrays: ArrayRecord) -> bool:
         """Whether they were a list in the model's order, to which Flower gave numbers for names."""
-        return set(arrays) == {str(number) for number in range(len(self.own))}
+        return set(arrays) == {str(number) for number in range(len(self.module_tensors))}
 
-    def _as_module(self, model: Tree) -> Tree:
+    def _to_module(self, model: Tree) -> Tree:
         """In the module's own dtypes, each tied tensor once."""
-        return {name: _cast(model[name], self.own[name].dtype) for name, first in self.tied.items() if name == first}
+        return {
+            name: _cast(model[name], self.module_tensors[name].dtype)
+            for name, first in self.tied.items()
+            if name == first
+        }
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,6 +132,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.round() if tensor.is_floating_point() and not dtype.is_floating_point else tensor).to(dtype)
 
 
-def _busy(what: str, done: int, total: int) -> None:
+def _log_progress(what: str, done: int, total: int) -> None:
     if done % -(-total // 10) == 0:
         log.info("DynaFed: %s %d of %d", what, done, total)

@@ -1,4 +1,4 @@
-"""Our clients on Flower's simulation: Ray actors in place of worker processes."""
+"""Trains clients in Flower's simulation: Ray actors in place of worker processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from flwr.simulation import run_simulation
 from dynafed.engine.checkpoint import memory_folder
 from dynafed.engine.plan import Plan
 from dynafed.errors import UserError, WorkerDied
+from dynafed.flower.app_config import AppConfig
 from dynafed.flower.apps import make_client_app
-from dynafed.flower.fleet import Fleet
-from dynafed.flower.settings import FlowerSettings
+from dynafed.flower.backend import FlowerBackend
 
-PATIENCE = 7 * 24 * 3600.0
+ROUND_TIMEOUT = 7 * 24 * 3600.0
 """Seconds for a round, however slow; the end of an actor or of Flower is noticed at once."""
 
 
-class Simulation(Fleet):
-    """One simulated node for each client; `workers` actors that take turns in being them.
+class FlowerSimulation(FlowerBackend):
+    """One simulated node for each client; `workers` actors take turns in running them.
 
-    Flower wants to call the server app, and our rounds want to call their workers. So Flower runs in a thread, and its
-    server app only hands over the grid, then waits until the rounds are done.
+    Flower calls the server app, and our rounds call their backend. So Flower runs in a thread, and its server app only
+    passes the grid to us, then waits until the rounds are done.
     """
 
-    forgiving = False  # a simulated client that fails is an error, and the same bits can't come out without it
+    tolerate_failures = False  # a simulated client that fails is an error, and the same bits can't come out without it
 
     def __init__(self, plan: Plan, path: Path) -> None:
         if plan.device.type != "cpu":
@@ -41,14 +41,14 @@ class Simulation(Fleet):
                 f"engine = 'flower' simulates on the CPU; device = '{plan.config.device}' needs engine = 'local'"
             )
         self.actors = plan.path.workers
-        super().__init__(plan, FlowerSettings(timeout=PATIENCE))
+        super().__init__(plan, AppConfig(timeout=ROUND_TIMEOUT))
         self.path = path
-        self.grids: Queue[Grid | None] = Queue()
+        self.grid_queue: Queue[Grid | None] = Queue()
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._simulate, name="flower", daemon=True)
 
-    def __enter__(self) -> Simulation:
+    def __enter__(self) -> FlowerSimulation:
         super().__enter__()
         self.thread.start()
         return self
@@ -60,9 +60,9 @@ class Simulation(Fleet):
 
     @property
     def grid(self) -> Grid:
-        """The way to the nodes, as long as the simulation is alive."""
+        """The connection to the nodes, as long as the simulation is alive."""
         if self._grid is None:
-            self._grid = self.grids.get()
+            self._grid = self.grid_queue.get()
         if self._grid is None or not self.thread.is_alive():
             raise WorkerDied(f"Flower's simulation ended: {self.error}")
         return self._grid
@@ -71,18 +71,19 @@ class Simulation(Fleet):
         server = ServerApp()
 
         @server.main()
-        def hand_over(grid: Grid, context: Context) -> None:
-            self.grids.put(grid)
+        def pass_grid(grid: Grid, context: Context) -> None:
+            self.grid_queue.put(grid)
             self.done.wait()
 
-        shared = Shared(self.plan, memory_folder(self.path.absolute()))
+        shared_plan = SharedPlan(self.plan, memory_folder(self.path.absolute()))
         flower = logging.getLogger("flwr")
         level, pythonpath = flower.level, os.environ.get("PYTHONPATH")
         flower.setLevel(logging.ERROR)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             run_simulation(
                 server,
-                make_client_app(shared),
+                make_client_app(shared_plan),
                 num_supernodes=self.plan.config.clients,
                 backend_config={
                     "init_args": {"num_cpus": self.actors, "logging_level": logging.ERROR, "log_to_driver": False},
@@ -92,7 +93,7 @@ class Simulation(Fleet):
         except BaseException as error:
             self.error = error
         finally:
-            self.grids.put(None)
+            self.grid_queue.put(None)
             flower.setLevel(level)
             if pythonpath is None:
                 os.environ.pop("PYTHONPATH", None)  # Flower has set it for Ray's processes
@@ -100,8 +101,8 @@ class Simulation(Fleet):
                 os.environ["PYTHONPATH"] = pythonpath
 
 
-class Shared:
-    """Gives a client app its plan. Ray's processes get it once, from Ray's store, and not with every message."""
+class SharedPlan:
+    """Returns the plan to a client app. Ray's processes get it once, from Ray's store, not with every message."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
@@ -112,27 +113,31 @@ class Shared:
         return self.plan, self.folder
 
     @cached_property
-    def stored(self) -> Any:
-        """Where Ray keeps the plan."""
+    def object_ref(self) -> Any:
+        """The plan in Ray's object store."""
         return ray.put(self.plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Borrowed, (self.stored, self.folder)
+        return StoredPlan, (self.object_ref, self.folder)
 
 
-class Borrowed:
-    """What becomes of `Shared` in a process of Ray's."""
+class StoredPlan:
+    """A `SharedPlan` after unpickling in one of Ray's processes."""
 
-    def __init__(self, stored: Any, folder: Path) -> None:
-        self.stored = stored
+    def __init__(self, object_ref: Any, folder: Path) -> None:
+        self.object_ref = object_ref
         self.folder = folder
 
     def __call__(self, context: Context) -> tuple[Plan, Path]:
         """The same for every node."""
-        return _fetched(self.stored), self.folder
+        return _get_plan(self.object_ref), self.folder
 
 
 @lru_cache(maxsize=1)
-def _fetched(stored: Any) -> Plan:
-    plan: Plan = ray.get(stored)
+def _get_plan(object_ref: Any) -> Plan:
+    plan: Plan = ray.get(object_ref)
     return plan
+
+
+Simulation = FlowerSimulation
+"""The name that `engine.run` imports."""

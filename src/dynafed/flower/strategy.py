@@ -18,15 +18,15 @@ from safetensors import SafetensorError
 from dynafed import settings, tree
 from dynafed.engine.files import sole_owner, write_bytes
 from dynafed.errors import UserError
-from dynafed.flower.memory import Memory, in_order, ordered
 from dynafed.flower.records import from_record, to_record
 from dynafed.flower.refiner import NotFinite, Refiner
+from dynafed.flower.strategy_state import StrategyState, decode_order, encode_order
 from dynafed.models import Factory
 from dynafed.synthesis import DynaFedSettings
 
 log = logging.getLogger("flwr")
 
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class DynaFed(Strategy):
@@ -55,47 +55,48 @@ class DynaFed(Strategy):
         self.strategy = strategy
         self.seed = seed
         self.refiner = Refiner(model=model, shape=shape, classes=classes, config=config, seed=seed, folder=folder)
-        self.memory = Memory(strategy)
-        self.before = 0
+        self.strategy_state = StrategyState(strategy)
+        self.rounds_done = 0
         """Rounds that were done before this `start`, which counts from 1."""
-        self.sent: ArrayRecord | None = None
+        self.sent_arrays: ArrayRecord | None = None
+        """The model that the clients got last."""
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """As the wrapped strategy does, which is told what the clients really get."""
-        if self.sent is None:
-            self.refiner.begin(arrays)
-        self.sent = arrays
-        self.memory.sent(arrays)
-        return self.strategy.configure_train(self.before + server_round, arrays, config, grid)
+        if self.sent_arrays is None:
+            self.refiner.initialize(arrays)
+        self.sent_arrays = arrays
+        self.strategy_state.set_current_arrays(arrays)
+        return self.strategy.configure_train(self.rounds_done + server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """What the wrapped strategy aggregates, refined; None, so that the model stays, if that isn't a sound model."""
-        number, attributes = self.before + server_round, self.memory.attributes()
-        aggregate, metrics = self.strategy.aggregate_train(number, replies)
+        round_num, snapshot = self.rounds_done + server_round, self.strategy_state.snapshot()
+        aggregate, metrics = self.strategy.aggregate_train(round_num, replies)
         try:
-            arrays = self.refiner.refine(number, aggregate)
+            arrays = self.refiner.refine(round_num, aggregate)
             if arrays is None:
-                log.warning("DynaFed: round %d has no aggregate, so the global model stays as it was", number)
+                log.warning("DynaFed: round %d has no aggregate, so the global model stays as it was", round_num)
         except NotFinite as error:
             arrays = None
-            self.memory.go_back(attributes)
+            self.strategy_state.rollback(snapshot)
             log.warning("DynaFed: %s; the global model stays as it was", error)
-        self._save(number, arrays or self.sent)
-        return arrays, self._with_own(metrics)
+        self._save(round_num, arrays or self.sent_arrays)
+        return arrays, self._add_metrics(metrics)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """As the wrapped strategy does."""
-        return self.strategy.configure_evaluate(self.before + server_round, arrays, config, grid)
+        return self.strategy.configure_evaluate(self.rounds_done + server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """As the wrapped strategy does."""
-        return self.strategy.aggregate_evaluate(self.before + server_round, replies)
+        return self.strategy.aggregate_evaluate(self.rounds_done + server_round, replies)
 
     def summary(self) -> None:
         """Log what will be done when, then the wrapped strategy's summary."""
@@ -114,7 +115,7 @@ class DynaFed(Strategy):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Evaluate | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run rounds 1 to `num_rounds`, or those of them that the checkpoint in the folder leaves to do.
 
@@ -123,8 +124,8 @@ class DynaFed(Strategy):
         if num_rounds <= self.refiner.settings.trajectory:
             log.warning("DynaFed: num_rounds = %d leaves none after dynafed.trajectory to refine in", num_rounds)
         with sole_owner(self.refiner.folder) if self.refiner.folder else nullcontext():
-            arrays = self._resumed(initial_arrays)
-            done = self.before
+            arrays = self._restore(initial_arrays)
+            done = self.rounds_done
 
             def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
                 return evaluate_fn(done + server_round, arrays) if evaluate_fn else None
@@ -140,10 +141,10 @@ class DynaFed(Strategy):
             )
         result.arrays = result.arrays or arrays
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
-            setattr(result, name, {done + number: metrics for number, metrics in getattr(result, name).items()})
+            setattr(result, name, {done + round_num: metrics for round_num, metrics in getattr(result, name).items()})
         return result
 
-    def _with_own(self, metrics: MetricRecord | None) -> MetricRecord | None:
+    def _add_metrics(self, metrics: MetricRecord | None) -> MetricRecord | None:
         own = {f"dynafed_{name}": value for name, value in self.refiner.metrics.items()}
         return MetricRecord({**own, **(metrics or {})}) if own else metrics
 
@@ -155,29 +156,29 @@ class DynaFed(Strategy):
         """What must be the same for a run to go on."""
         return {"seed": self.seed} | {f"dynafed.{k}": v for k, v in settings.plain(self.refiner.settings).items()}
 
-    def _save(self, number: int, arrays: ArrayRecord | None) -> None:
+    def _save(self, round_num: int, arrays: ArrayRecord | None) -> None:
         if self._file is None or arrays is None:
             return
-        tensors, notes = self.memory.save()
-        text = json.dumps({"round": number, "identity": self._identity(), "strategies": notes})
+        tensors, notes = self.strategy_state.save()
+        text = json.dumps({"round": round_num, "identity": self._identity(), "strategies": notes})
         parts = {
-            "arrays": ordered(from_record(arrays)),
+            "arrays": encode_order(from_record(arrays)),
             "dynafed": self.refiner.state,
             "strategies": tensors,
             "notes": {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)},
         }
         write_bytes(self._file, tree.pack(tree.nest(parts)))
 
-    def _resumed(self, initial_arrays: ArrayRecord) -> ArrayRecord:
+    def _restore(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """The arrays to begin with: the initial ones, or those of a checkpoint, with which all the rest comes back."""
-        self.before, self.sent = 0, initial_arrays
-        self.refiner.begin(initial_arrays)
+        self.rounds_done, self.sent_arrays = 0, initial_arrays
+        self.refiner.initialize(initial_arrays)
         if self._file is None or not self._file.exists():
             return initial_arrays
         try:
             parts = tree.unnest(tree.unpack(self._file.read_bytes()))
             notes = json.loads(bytes(parts["notes"]["json"].numpy()))
-            arrays = to_record(in_order(parts["arrays"]))
+            arrays = to_record(decode_order(parts["arrays"]))
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{self._file} is no checkpoint ({error}): delete it to start anew") from None
         for name, value in self._identity().items():
@@ -185,9 +186,9 @@ class DynaFed(Strategy):
                 raise UserError(
                     f"{self._file} was made with {name} = {before!r}, not {value!r}: give that, or another folder"
                 )
-        self.refiner.begin(arrays)
-        self.memory.load(parts.get("strategies", {}), notes["strategies"])
+        self.refiner.initialize(arrays)
+        self.strategy_state.load(parts.get("strategies", {}), notes["strategies"])
         self.refiner.state = parts.get("dynafed", {})
-        self.before, self.sent = notes["round"], arrays
-        log.info("DynaFed: going on after round %d; Flower counts the rounds that are left from 1", self.before)
+        self.rounds_done, self.sent_arrays = notes["round"], arrays
+        log.info("DynaFed: going on after round %d; Flower counts the rounds that are left from 1", self.rounds_done)
         return arrays

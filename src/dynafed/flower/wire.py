@@ -1,42 +1,67 @@
-"""What crosses between Flower's server app and client app: both ends of each message, side by side."""
+"""The messages between Flower's server app and client app: writer and reader of each, side by side."""
 
 from __future__ import annotations
 
 import math
+import secrets
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app.typing import ConfigRecordValues
 
 from dynafed import tree
 from dynafed.engine.memory import LOST, NOTHING, read_receipt, receipt
+from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.messages import Broadcast, Update
 from dynafed.tree import Tree
 
-Parcel = dict[str, ArrayRecord]
+BroadcastRecords = dict[str, ArrayRecord]
 
 
-def pack(broadcast: Broadcast) -> Parcel:
-    """The part of the orders that all clients of a round have in common."""
+def pack_broadcast(broadcast: Broadcast) -> BroadcastRecords:
+    """The part of the train requests that all clients of a round have in common."""
     return {"model": to_record(broadcast.model), "extras": to_record(tree.nest(broadcast.extras))}
 
 
-def order(parcel: Parcel, round: int, client: int, work: float, memory: Tree) -> RecordDict:
-    """What one client is to do; `memory` is the receipt of what it should remember."""
-    task = ConfigRecord({"round": round, "client": client, "work": work})
-    return RecordDict({**parcel, "memory": to_record(memory), "task": task})
+def add_task(content: RecordDict, round_num: int, client: int) -> None:
+    """Put into a request what its reply must repeat: round, client, and a random number that nobody else knows."""
+    content["task"] = ConfigRecord({"round": round_num, "client": client, "nonce": secrets.token_hex(16)})
 
 
-def read_order(content: RecordDict) -> tuple[Broadcast, int, float, Tree]:
-    """The broadcast, the client, the share of its work that it does, and the receipt."""
-    task = content.config_records["task"]
+def copy_task(request: RecordDict, reply: RecordDict) -> None:
+    """Repeat a request's task in its reply, if it has one."""
+    if (task := request.config_records.get("task")) is not None:
+        reply["task"] = task
+
+
+def check_task(request: RecordDict, reply: RecordDict) -> None:
+    """Raise `UserError` unless a reply belongs to this request."""
+    expected, task = request.config_records["task"], reply.config_records.get("task")
+    if task is None:
+        raise UserError("its answer doesn't say which round and client it is for")
+    if dict(task) != dict(expected):
+        round_num, client = task.get("round"), task.get("client")
+        if (round_num, client) == (expected["round"], expected["client"]):
+            raise UserError("its answer is to another request")
+        raise UserError(f"its answer is for round {round_num!r} and client {client!r}")
+
+
+def train_request(records: BroadcastRecords, work: float, state_receipt: Tree) -> RecordDict:
+    """What one client needs to train; `state_receipt` says which of its states it starts from."""
+    return RecordDict({**records, "receipt": to_record(state_receipt), "train": ConfigRecord({"work": work})})
+
+
+def read_train_request(content: RecordDict) -> tuple[Broadcast, int, float, Tree]:
+    """The broadcast, the client, the share of its work that it does, and the receipt of its state."""
+    task, work = content.config_records["task"], content.config_records["train"]["work"]
     arrays = {name: from_record(record) for name, record in content.array_records.items()}
     broadcast = Broadcast(cast(int, task["round"]), arrays["model"], tree.unnest(arrays["extras"]))
-    return broadcast, cast(int, task["client"]), cast(float, task["work"]), arrays["memory"]
+    return broadcast, cast(int, task["client"]), cast(float, work), arrays["receipt"]
 
 
-def answer(update: Update, memory: Tree) -> RecordDict:
-    """An update, and the receipt of what the client remembers now."""
+def train_reply(update: Update, state_receipt: Tree) -> RecordDict:
+    """An update, and the receipt of the client's new state."""
     metrics: dict[str, int | float | list[int] | list[float]] = {
         "examples": update.examples,
         "steps": update.steps,
@@ -48,36 +73,19 @@ def answer(update: Update, memory: Tree) -> RecordDict:
         {
             "model": to_record(update.model),
             "extras": to_record(tree.nest(update.extras)),
-            "memory": to_record(memory),
+            "receipt": to_record(state_receipt),
             "metrics": MetricRecord(metrics),
         }
     )
 
 
-def refusal(reason: str, lost: bool = False) -> RecordDict:
-    """What a client sends that can't do what it was told to; `lost` if it doesn't remember what it should."""
-    return RecordDict({"refusal": ConfigRecord({"reason": reason, "lost": lost})})
-
-
-def refused(content: RecordDict) -> str | None:
-    """The reason, if it is a refusal."""
-    record = content.config_records.get("refusal")
-    return None if record is None else str(record["reason"])
-
-
-def loss(content: RecordDict) -> Tree:
-    """The receipt that a refusal stands for, if its reason is a lost memory."""
-    record = content.config_records.get("refusal")
-    return receipt(LOST, NOTHING) if record is not None and record.get("lost") is True else {}
-
-
-def read_answer(content: RecordDict, client: int) -> tuple[Update, Tree]:
-    """The inverse of `answer`; raises whatever it likes if the client sent something else."""
-    arrays = {name: from_record(content.array_records[name]) for name in ("model", "extras", "memory")}
+def read_train_reply(content: RecordDict, client: int) -> tuple[Update, Tree]:
+    """The inverse of `train_reply`; raises any exception if the client sent something else."""
+    arrays = {name: from_record(content.array_records[name]) for name in ("model", "extras", "receipt")}
     metrics = content.metric_records["metrics"]
     examples, steps, loss = (metrics[name] for name in ("examples", "steps", "loss"))
     curve, seconds = metrics["curve"], float(cast(float, metrics["seconds"]))
-    if not (isinstance(examples, int) and isinstance(steps, int) and isinstance(curve, list)):
+    if type(examples) is not int or type(steps) is not int or not isinstance(curve, list):
         raise ValueError("numbers of another kind")
     if not 0 <= seconds < math.inf:
         raise ValueError("a time that can't be")
@@ -91,39 +99,56 @@ def read_answer(content: RecordDict, client: int) -> tuple[Update, Tree]:
         extras=tree.unnest(arrays["extras"]),
         curve=tuple(curve),
     )
-    if arrays["memory"]:
-        read_receipt(arrays["memory"])
-    return update, arrays["memory"]
+    if arrays["receipt"]:
+        read_receipt(arrays["receipt"])
+    return update, arrays["receipt"]
 
 
-def introduction(partition: int, partitions: int, fingerprint: str) -> RecordDict:
-    """What a node says about itself: which part of the data it has, of how many, and of which data."""
-    return RecordDict(
-        {"node": ConfigRecord({"partition": partition, "partitions": partitions, "fingerprint": fingerprint})}
-    )
+def failure_reply(reason: str, state_lost: bool = False) -> RecordDict:
+    """The reply of a client that can't do what was requested; `state_lost` if it doesn't have the requested state."""
+    return RecordDict({"failure": ConfigRecord({"reason": reason, "state-lost": state_lost})})
 
 
-def read_introduction(content: RecordDict) -> tuple[int, int, str]:
-    """The inverse of `introduction`."""
+def failure_reason(content: RecordDict) -> str | None:
+    """The reason, if the reply is a failure."""
+    record = content.config_records.get("failure")
+    return None if record is None else str(record["reason"])
+
+
+def failure_receipt(content: RecordDict) -> Tree:
+    """The receipt that tells the server to forget a lost state; empty for any other reply."""
+    record = content.config_records.get("failure")
+    return receipt(LOST, NOTHING) if record is not None and record.get("state-lost") is True else {}
+
+
+def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str) -> RecordDict:
+    """What a node says about itself: its partition, of how many if it knows, and the checksum of data and network."""
+    node: dict[str, int | str] = {"partition": partition, "fingerprint": fingerprint}
+    if num_partitions is not None:
+        node["partitions"] = num_partitions
+    return RecordDict({"node": ConfigRecord(cast(dict[str, ConfigRecordValues], node))})
+
+
+def read_node_info(content: RecordDict) -> tuple[int, int | None, str]:
+    """The inverse of `node_info_reply`; raises any exception if the node sent something else."""
     node = content.config_records["node"]
-    return int(cast(int, node["partition"])), int(cast(int, node["partitions"])), str(node["fingerprint"])
+    partition, num_partitions, fingerprint = node["partition"], node.get("partitions"), node["fingerprint"]
+    # Not isinstance: True is an int, too.
+    if type(partition) is not int or type(num_partitions) not in (int, type(None)) or not isinstance(fingerprint, str):
+        raise UserError("its partition-id and num-partitions must be whole numbers")
+    return partition, cast(int | None, num_partitions), fingerprint
 
 
-def whose(client: int) -> RecordDict:
-    """The question what a client sends once, before round 1."""
-    return RecordDict({"task": ConfigRecord({"client": client})})
-
-
-def read_whose(content: RecordDict) -> int:
-    """The inverse of `whose`."""
+def read_setup_request(content: RecordDict) -> int:
+    """The client whose setup is requested."""
     return cast(int, content.config_records["task"]["client"])
 
 
-def enrolment(sent: Tree) -> RecordDict:
+def setup_reply(tensors: Tree) -> RecordDict:
     """What a client sends once, before round 1."""
-    return RecordDict({"enrolment": to_record(sent)})
+    return RecordDict({"setup": to_record(tensors)})
 
 
-def read_enrolment(content: RecordDict) -> Tree:
-    """The inverse of `enrolment`."""
-    return from_record(content.array_records["enrolment"])
+def read_setup_reply(content: RecordDict) -> Tree:
+    """The inverse of `setup_reply`."""
+    return from_record(content.array_records["setup"])

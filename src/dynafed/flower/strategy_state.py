@@ -1,4 +1,4 @@
-"""What a wrapped strategy remembers from round to round, in a form that can be saved without pickling anything."""
+"""The state that a wrapped strategy keeps from round to round, in a form that is saved without pickling."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from dynafed import tree
 from dynafed.errors import UserError
 from dynafed.tree import Tree
 
-SENT = "current_arrays"
-"""What strategies with momentum, and those with differential privacy, call the model that the clients got."""
+CURRENT_ARRAYS = "current_arrays"
+"""The attribute in which strategies with momentum or differential privacy keep the model that the clients got."""
 
 
-class Memory:
-    """The memory of a strategy, and of those that it wraps in turn.
+class StrategyState:
+    """The state of a strategy, and of those that it wraps in turn.
 
     It consists of attributes: arrays, lists and dicts of arrays, numbers that changed since the beginning, and the
     ledger of a privacy accountant.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategies = list(_inwards(strategy))
-        self.at_first = [_numbers(one) for one in self.strategies]
+        self.strategies = list(_unwrap(strategy))
+        self.initial_numbers = [_numbers(one) for one in self.strategies]
 
-    def sent(self, arrays: ArrayRecord) -> None:
-        """Tell whoever compares with the model that the clients got which one that was; some only know their own."""
+    def set_current_arrays(self, arrays: ArrayRecord) -> None:
+        """Set the model that the clients get in the strategies that compare with it."""
         for one in self.strategies:
-            if isinstance(getattr(one, SENT, None), ArrayRecord):
-                setattr(one, SENT, arrays)
+            if isinstance(getattr(one, CURRENT_ARRAYS, None), ArrayRecord):
+                setattr(one, CURRENT_ARRAYS, arrays)
 
-    def attributes(self) -> list[dict[str, Any]]:
-        """All attributes as they are, to go back to in this process."""
+    def snapshot(self) -> list[dict[str, Any]]:
+        """All attributes as they are, for `rollback` in this process."""
         return [dict(vars(one)) for one in self.strategies]
 
-    def go_back(self, attributes: list[dict[str, Any]]) -> None:
-        """The inverse of `attributes`."""
-        for one, before in zip(self.strategies, attributes, strict=True):
+    def rollback(self, snapshot: list[dict[str, Any]]) -> None:
+        """The inverse of `snapshot`."""
+        for one, before in zip(self.strategies, snapshot, strict=True):
             vars(one).update(before)
 
     def save(self) -> tuple[Tree, list[dict[str, Any]]]:
         """Its tensors, and the rest as JSON can hold it."""
         tensors, notes = {}, []
-        for depth, (one, at_first) in enumerate(zip(self.strategies, self.at_first, strict=True)):
+        for depth, (one, initial) in enumerate(zip(self.strategies, self.initial_numbers, strict=True)):
             for name, value in vars(one).items():
-                if name != SENT and (found := _arrays(value)):
+                if name != CURRENT_ARRAYS and (found := _arrays(value)):
                     kind, arrays = found
-                    tensors[f"{depth}/{name}/{kind}"] = ordered(arrays)
+                    tensors[f"{depth}/{name}/{kind}"] = encode_order(arrays)
             accountant = getattr(one, "accountant", None)
             notes.append(
                 {
                     "strategy": type(one).__name__,
-                    "numbers": {name: x for name, x in _numbers(one).items() if at_first.get(name) != x},
+                    "numbers": {name: x for name, x in _numbers(one).items() if initial.get(name) != x},
                     "accountant": accountant.state_dict() if accountant else None,
                 }
             )
@@ -77,20 +77,20 @@ class Memory:
         for depth, attributes in tree.unnest(tensors).items():
             for name, kinds in tree.unnest(attributes).items():
                 for kind, arrays in tree.unnest(kinds).items():
-                    setattr(self.strategies[int(depth)], name, _value(kind, in_order(arrays)))
+                    setattr(self.strategies[int(depth)], name, _value(kind, decode_order(arrays)))
 
 
-def ordered(arrays: Tree) -> Tree:
-    """With the order in the names: a file may not keep it."""
+def encode_order(arrays: Tree) -> Tree:
+    """Puts the order into the names: a file may not keep it."""
     return {f"{number:06d}.{name}": tensor for number, (name, tensor) in enumerate(arrays.items())}
 
 
-def in_order(arrays: Tree) -> Tree:
-    """The inverse of `ordered`."""
+def decode_order(arrays: Tree) -> Tree:
+    """The inverse of `encode_order`."""
     return {name.partition(".")[2]: arrays[name] for name in sorted(arrays)}
 
 
-def _inwards(strategy: Any) -> Iterator[Strategy]:
+def _unwrap(strategy: Any) -> Iterator[Strategy]:
     while isinstance(strategy, Strategy):
         yield strategy
         strategy = getattr(strategy, "strategy", None)

@@ -14,7 +14,7 @@ import pytest
 from fake_runs import MakeRun
 
 from dynafed.report import write_report
-from dynafed.report.groups import curve
+from dynafed.report.groups import mean_curve
 from dynafed.report.load import load_run
 from dynafed.report.text import percent
 
@@ -183,7 +183,7 @@ def test_a_comparison_can_be_read_and_curves_switched(make_run: MakeRun, tmp_pat
     assert (answer["lines"], answer["bands"], answer["partial"]) == (2, 2, 1)
     assert sorted(answer["labels"]) == ["fedavg", "moon"]
     for start, label in ((0, "fedavg"), (3, "moon")):
-        joined = curve(run.points("accuracy") for run in runs[start : start + 3])
+        joined = mean_curve(run.points("accuracy") for run in runs[start : start + 3])
         assert f"{label}{percent(joined.mean[0])}" in answer["first"]
         few = " (2 of 3 seeds)" if label == "moon" else ""
         assert f"{label}{few}{percent(joined.mean[-1])}" in answer["last"]

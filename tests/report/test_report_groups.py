@@ -8,17 +8,17 @@ from fake_runs import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynafed.report.charts import compared, described, events, extra_keys, measured, timing, traffic
+from dynafed.report.charts import describe, event_marks, extra_keys, group_lines, run_lines, time_stack, traffic_lines
 from dynafed.report.groups import (
     classes_for,
-    common,
+    common_settings,
     cumulative,
-    curve,
-    differing,
+    differing_keys,
     group_runs,
+    label_skew,
+    mean_curve,
     mean_std,
     partitions,
-    skew,
 )
 from dynafed.report.load import Partition, Run, load_run
 
@@ -62,7 +62,7 @@ def test_mean_and_sample_deviation() -> None:
 
 
 def test_the_curve_of_three_seeds_is_mean_and_deviation() -> None:
-    joined = curve([[(1, 0.1), (2, 0.4)], [(1, 0.2), (2, 0.5)], [(1, 0.3), (2, 0.9)]])
+    joined = mean_curve([[(1, 0.1), (2, 0.4)], [(1, 0.2), (2, 0.5)], [(1, 0.3), (2, 0.9)]])
     assert joined.rounds == [1, 2]
     assert joined.mean == pytest.approx([0.2, 0.6])
     assert joined.low == pytest.approx([0.1, 0.6 - 0.07**0.5])
@@ -71,12 +71,12 @@ def test_the_curve_of_three_seeds_is_mean_and_deviation() -> None:
 
 
 def test_the_band_of_two_seeds_is_their_range() -> None:
-    joined = curve([[(1, 0.1)], [(1, 0.5)]])
+    joined = mean_curve([[(1, 0.1)], [(1, 0.5)]])
     assert (joined.mean, joined.low, joined.high) == (pytest.approx([0.3]), [0.1], [0.5])
 
 
 def test_runs_of_differing_length_count_where_they_are() -> None:
-    joined = curve([[(1, 0.2), (2, 0.4), (3, 0.6)], [(1, 0.4)], [(1, 0.6), (2, None)]])
+    joined = mean_curve([[(1, 0.2), (2, 0.4), (3, 0.6)], [(1, 0.4)], [(1, 0.6), (2, None)]])
     assert joined.rounds == [1, 2, 3]
     assert joined.mean == pytest.approx([0.4, 0.4, 0.6])
     assert joined.count == [3, 1, 1]
@@ -85,7 +85,7 @@ def test_runs_of_differing_length_count_where_they_are() -> None:
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_the_band_holds_the_mean(values: list[list[float]]) -> None:
-    joined = curve(list(enumerate(seed)) for seed in values)
+    joined = mean_curve(list(enumerate(seed)) for seed in values)
     assert len(joined.rounds) == max(map(len, values))
     for low, mean, high in zip(joined.low, joined.mean, joined.high, strict=True):
         assert low <= mean + 1e-12
@@ -105,20 +105,20 @@ def test_cumulative_sums() -> None:
 
 def test_compared_series_know_how_many_seeds_they_hold(make_run: MakeRun) -> None:
     paths = [make_run("a", rounds=4), make_run("b", rounds=3, planned=4, seed=1), make_run("c", method="x", rounds=2)]
-    spec = compared(group_runs([load_run(path) for path in paths]), "accuracy")
+    spec = group_lines(group_runs([load_run(path) for path in paths]), "accuracy")
     assert spec is not None
     first, second = spec["series"]
     assert first["n"] == [2, 2, 2, 1]
     assert first["of"] == 2
     assert "n" not in second
     assert first["alt"]["traffic"] == [1.6e6, 3.2e6, 4.8e6, 6.4e6]
-    assert compared(group_runs([load_run(paths[0])]), "nothing") is None
+    assert group_lines(group_runs([load_run(paths[0])]), "nothing") is None
 
 
 def test_differing_and_common_keys() -> None:
     configs = [{"a": 1, "b": 2, "workers": 1}, {"a": 1, "b": 3, "c": 4, "workers": 2}]
-    assert differing(configs) == ["b"]
-    assert common(configs) == {"a": 1}
+    assert differing_keys(configs) == ["b"]
+    assert common_settings(configs) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_classes_that_hold_ninety_percent(counts: list[int], classes: int) -> No
 
 
 def test_skew_of_a_partition_worked_out_by_hand() -> None:
-    told = skew(Partition(4, 3, (0, 1, 2), ((10, 0, 0, 0), (5, 5, 0, 0), (0, 0, 0, 0))))
+    told = label_skew(Partition(4, 3, (0, 1, 2), ((10, 0, 0, 0), (5, 5, 0, 0), (0, 0, 0, 0))))
     assert told == {"classes": 1.5, "main": 0.75, "even": 4, "smallest": 0, "middle": 10, "largest": 10}
-    assert skew(Partition(4, 0, (), ()))["classes"] == 0
+    assert label_skew(Partition(4, 0, (), ()))["classes"] == 0
 
 
 def test_distinct_partitions_are_named_by_what_differs(make_run: MakeRun) -> None:
@@ -159,18 +159,18 @@ def test_other_numbers_are_found_flat_and_parted_by_whether_they_vary(make_run: 
 
 def test_charts_of_a_run(make_run: MakeRun) -> None:
     run = load_run(make_run(rounds=3))
-    stacked = timing(run)
+    stacked = time_stack(run)
     assert stacked is not None
     assert [part["name"] for part in stacked["series"]] == ["clients", "server", "evaluation", "other"]
-    assert traffic(run) is None
-    assert events(run) is None
-    spec = measured(run, {"accuracy": "accuracy", "missing": "missing"}, format="percent")
+    assert traffic_lines(run) is None
+    assert event_marks(run) is None
+    spec = run_lines(run, {"accuracy": "accuracy", "missing": "missing"}, format="percent")
     assert spec is not None
     assert [line["name"] for line in spec["series"]] == ["accuracy"]
-    assert "%" in described("Accuracy", spec)
-    assert measured(run, {"missing": "missing"}) is None
+    assert "%" in describe("Accuracy", spec)
+    assert run_lines(run, {"missing": "missing"}) is None
     bare = run_of(0.1)
-    assert timing(bare) is None
+    assert time_stack(bare) is None
 
 
 def test_events_are_counted_by_round(make_run: MakeRun) -> None:
@@ -181,7 +181,7 @@ def test_events_are_counted_by_round(make_run: MakeRun) -> None:
             record |= {"dropped": [1], "loss": float("inf"), "bytes_up": 5}
 
     run = load_run(make_run(rounds=5, each=each))
-    spec = events(run)
+    spec = event_marks(run)
     assert spec is not None
     assert {row["name"]: (row["x"], row["n"]) for row in spec["rows"]} == {
         "dropped": ([2, 4], [2, 1]),
@@ -190,4 +190,4 @@ def test_events_are_counted_by_round(make_run: MakeRun) -> None:
         "skipped": ([2], [1]),
         "not finite": ([4], [1]),
     }
-    assert traffic(run) is not None
+    assert traffic_lines(run) is not None

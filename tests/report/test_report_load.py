@@ -23,8 +23,8 @@ def test_a_finished_run_is_read_whole(make_run: MakeRun) -> None:
     assert len(run.partition.counts) == 8
     assert run.notes == ()
     assert run.total("bytes_up") == 12 * 800_000
-    assert run.a_round("bytes_up") == 800_000
-    assert run.total("nothing") is run.a_round("nothing") is None
+    assert run.mean("bytes_up") == 800_000
+    assert run.total("nothing") is run.mean("nothing") is None
 
 
 def test_what_is_sent_once_goes_up_in_the_first_round(make_run: MakeRun) -> None:

@@ -15,7 +15,17 @@ from fake_runs import MakeRun
 
 from dynafed.errors import UserError
 from dynafed.report import write_report
-from dynafed.report.text import THIN, duration, listed, number, percent, script_json, setting, size, spread
+from dynafed.report.text import (
+    THIN,
+    duration,
+    join_limited,
+    mean_std_percent,
+    number,
+    percent,
+    script_json,
+    setting,
+    size,
+)
 
 VOID = {"meta", "link", "img", "br"}
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -220,7 +230,7 @@ def test_the_page_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
     finals = [summary["final_accuracy"] for summary in scores["moon"]]
     mean = sum(finals) / 3
     std = (sum((value - mean) ** 2 for value in finals) / 2) ** 0.5
-    assert f"<b>moon</b> ends highest: <b>{spread(mean, std)}</b> over 3 seeds" in text
+    assert f"<b>moon</b> ends highest: <b>{mean_std_percent(mean, std)}</b> over 3 seeds" in text
     assert "2 methods on fmnist-mini" in text
     assert "not reached" in text
     assert text.index("moon</td>") < text.index("fedavg</td>")
@@ -368,7 +378,7 @@ def test_words_for_numbers() -> None:
         "–", "true", "9999", "12 345", "0.12346", "x",
     ]  # fmt: skip
     assert percent(None) == "–"
-    assert spread(0.5, None) == f"50.00{THIN}%"
-    assert listed(range(4), 2) == "0, 1 and 2 more"
+    assert mean_std_percent(0.5, None) == f"50.00{THIN}%"
+    assert join_limited(range(4), 2) == "0, 1 and 2 more"
     assert [setting(v) for v in ("a", True, [1, 2], 0.1)] == ["a", "true", "[1, 2]", "0.1"]
     assert script_json({"a": ["</x>&", float("nan")]}) == '{"a":["\\u003c/x\\u003e\\u0026",null]}'

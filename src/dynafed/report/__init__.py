@@ -1,6 +1,6 @@
-"""The page that a person looks at: one self-contained `report.html` from one or several run folders.
+"""The report page: one self-contained `report.html` from one or several run folders.
 
-A module that has more to show puts a `report.json` into its run folder; `dynafed.report.blocks` says what may be in it.
+A module with more to show writes a `report.json` into its run folder; `dynafed.report.blocks` says what may be in it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynafed.errors import UserError
-from dynafed.report.compare import compare_page
+from dynafed.report.comparison import compare_page
 from dynafed.report.load import find_runs, load_run
 from dynafed.report.single import run_page
 

@@ -1,4 +1,4 @@
-"""The hook: a run folder may hold `report.json`, and the page shows what is in it. No code here knows its author.
+"""Blocks of `report.json`: any module may write that file into a run folder, and the page shows what it holds.
 
 `report.json` is a list of blocks `{"title": ..., "text": ..., "kind": ..., "data": ...}`; `text` may be left out, and a
 block without `kind` is text alone. By kind, `data` is
@@ -22,14 +22,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dynafed.report.text import esc, number
+from dynafed.report.text import escape, number
 
 FORMATS = ("number", "percent", "seconds", "bytes")
 DATA_URI = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class Unshowable(Exception):
+class BlockError(Exception):
     """Why a block can't be shown."""
 
 
@@ -38,13 +38,13 @@ def chart(kind: str, data: Any) -> dict[str, Any]:
     over = "x" if kind == "lines" else "labels"
     along = _list(data, over)
     if kind == "lines" and not all(_is_number(x) and math.isfinite(x) for x in along):
-        raise Unshowable("x must be numbers")
+        raise BlockError("x must be numbers")
     series = _get(data, "series", dict)
     for name, values in series.items():
         if not isinstance(values, list) or len(values) != len(along):
-            raise Unshowable(f"series '{name}' must have {len(along)} values, one for each of {over}")
+            raise BlockError(f"series '{name}' must have {len(along)} values, one for each of {over}")
         if not all(value is None or _is_number(value) for value in values):
-            raise Unshowable(f"series '{name}' must be numbers")
+            raise BlockError(f"series '{name}' must be numbers")
     spec = {
         "kind": kind,
         "xlabel": str(data.get("xlabel", "")),
@@ -59,7 +59,7 @@ def chart(kind: str, data: Any) -> dict[str, Any]:
     x = [along[index] for index in order]
     return spec | {
         "series": [
-            {"name": name, "x": x, "y": [values[i] for i in order], "colour": place}
+            {"name": name, "x": x, "y": [values[i] for i in order], "color": place}
             for place, (name, values) in enumerate(named)
         ]
     }
@@ -69,12 +69,14 @@ def table(data: Any) -> str:
     """The HTML of a `table` block."""
     columns, rows = _list(data, "columns"), _list(data, "rows")
     if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
-        raise Unshowable(f"each row must have {len(columns)} cells")
+        raise BlockError(f"each row must have {len(columns)} cells")
     numeric = [all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(columns))]
-    return sortable([(esc(column), numeric[i]) for i, column in enumerate(columns)], [_cells(row) for row in rows])
+    return sortable_table(
+        [(escape(column), numeric[i]) for i, column in enumerate(columns)], [_cells(row) for row in rows]
+    )
 
 
-def sortable(
+def sortable_table(
     columns: list[tuple[str, bool]], rows: list[list[tuple[str, Any]]], *, style: str = "", down: int | None = None
 ) -> str:
     """A table that sorts by a click on a column; cells are (HTML, the value to sort by), columns (HTML, is numeric).
@@ -89,7 +91,9 @@ def sortable(
     )
     body = "".join(
         "<tr>"
-        + "".join(f'<td{kind[i]} data-v="{esc("" if v is None else v)}">{text}</td>' for i, (text, v) in enumerate(row))
+        + "".join(
+            f'<td{kind[i]} data-v="{escape("" if v is None else v)}">{text}</td>' for i, (text, v) in enumerate(row)
+        )
         + "</tr>"
         for row in rows
     )
@@ -104,9 +108,9 @@ def images(data: Any, folder: Path) -> str:
     """The HTML of an `images` block."""
     shown = []
     for image in _list(data, "images"):
-        source, caption = str(_get(image, "src", str)), esc(image.get("caption") or "")
+        source, caption = str(_get(image, "src", str)), escape(image.get("caption") or "")
         shown.append(
-            f'<figure><img src="{esc(_inlined(source, folder))}" alt="{caption}">'
+            f'<figure><img src="{escape(_inlined(source, folder))}" alt="{caption}">'
             + (f"<figcaption>{caption}</figcaption>" if caption else "")
             + "</figure>"
         )
@@ -116,30 +120,30 @@ def images(data: Any, folder: Path) -> str:
 
 def paragraphs(text: Any) -> str:
     """Plain text as HTML, with a blank line between paragraphs."""
-    return "".join(f"<p>{esc(part.strip())}</p>" for part in re.split(r"\n\s*\n", str(text)) if part.strip())
+    return "".join(f"<p>{escape(part.strip())}</p>" for part in re.split(r"\n\s*\n", str(text)) if part.strip())
 
 
 def _inlined(source: str, folder: Path) -> str:
     if source.startswith("data:"):
         if not DATA_URI.fullmatch(source):
-            raise Unshowable("a data URI must be a base64 png, jpeg, gif or webp")
+            raise BlockError("a data URI must be a base64 png, jpeg, gif or webp")
         return source
     home, path = folder.resolve(), (folder / source).resolve()
     if not path.is_relative_to(home) or path.suffix.lower() != ".png" or not path.is_file():
-        raise Unshowable(f"'{source}' is not a PNG inside the run folder")
+        raise BlockError(f"'{source}' is not a PNG inside the run folder")
     content = path.read_bytes()
     if not content.startswith(PNG):
-        raise Unshowable(f"'{source}' is not a PNG")
+        raise BlockError(f"'{source}' is not a PNG")
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 def _cells(row: list[Any]) -> list[tuple[str, Any]]:
-    return [(esc(number(cell)), cell) for cell in row]
+    return [(escape(number(cell)), cell) for cell in row]
 
 
 def _get(data: Any, key: str, kind: type) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(key), kind):
-        raise Unshowable(f"data must have '{key}'")
+        raise BlockError(f"data must have '{key}'")
     return data[key]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynafed.report.groups import Group, cumulative, curve
+from dynafed.report.groups import Group, cumulative, mean_curve
 from dynafed.report.load import Partition, Run
 from dynafed.report.text import plural
 
@@ -24,24 +24,24 @@ AXES = {"traffic": ("bytes_up", "bytes_down"), "time": ("seconds_local", "second
 TIMES = (("seconds_local", "clients"), ("seconds_server", "server"), ("seconds_eval", "evaluation"))
 
 
-def measured(run: Run, names: dict[str, str], **more: Any) -> Spec | None:
+def run_lines(run: Run, names: dict[str, str], **more: Any) -> Spec | None:
     """Lines over rounds for the measures (by key, with a name) that the run has; the first is the main one."""
     series = []
     for place, (key, name) in enumerate(names.items()):
         if run.values(key):
             x, y = zip(*run.points(key), strict=True)
-            series.append({"name": name, "x": x, "y": y, "colour": place, "thin": place > 0})
+            series.append({"name": name, "x": x, "y": y, "color": place, "thin": place > 0})
     return {"kind": "lines", "xlabel": "round", "series": series, **more} if series else None
 
 
-def compared(groups: Sequence[Group], key: str, **more: Any) -> Spec | None:
+def group_lines(groups: Sequence[Group], key: str, **more: Any) -> Spec | None:
     """One curve a group, the mean over seeds with its band."""
     series = []
     for place, group in enumerate(groups):
-        joined = curve(run.points(key) for run in group.runs)
+        joined = mean_curve(run.points(key) for run in group.runs)
         if not joined.rounds:
             continue
-        line: Spec = {"name": group.label, "x": joined.rounds, "y": joined.mean, "colour": place, "group": place}
+        line: Spec = {"name": group.label, "x": joined.rounds, "y": joined.mean, "color": place, "group": place}
         if len(group.runs) > 1:
             line |= {"low": joined.low, "high": joined.high, "n": joined.count, "of": len(group.runs)}
         series.append(line | {"alt": _alternatives(group, joined.rounds)})
@@ -63,7 +63,7 @@ def extra_keys(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
     return varying, {key: values[0] for key, values in lasting.items() if len(set(values)) == 1}
 
 
-def watched(run: Run) -> Spec | None:
+def client_loss_lines(run: Run) -> Spec | None:
     """Watched clients' losses: each round their local training (if they took part), the average, the refinement."""
     clients = sorted(
         {key.split(".")[1] for record in run.rounds for key in record if key.startswith("watch.")}, key=int
@@ -72,41 +72,41 @@ def watched(run: Run) -> Spec | None:
     for place, client in enumerate(clients):
         points: list[tuple[float, float]] = []
         for record in run.rounds:
-            round, local = record["round"], record.get(f"watch.{client}.local") or []
-            points += [(round - 1 + 0.8 * (step + 1) / len(local), loss) for step, loss in enumerate(local)]
-            for when, name in ((round - 0.1, "aggregated"), (round, "refined")):
+            round_num, local = record["round"], record.get(f"watch.{client}.local") or []
+            points += [(round_num - 1 + 0.8 * (step + 1) / len(local), loss) for step, loss in enumerate(local)]
+            for when, name in ((round_num - 0.1, "aggregated"), (round_num, "refined")):
                 if (loss := record.get(f"watch.{client}.{name}")) is not None:
                     points.append((when, loss))
         x, y = zip(*points, strict=True)
-        series.append({"name": f"client {client}", "x": x, "y": y, "colour": place})
+        series.append({"name": f"client {client}", "x": x, "y": y, "color": place})
     return {"kind": "lines", "xlabel": "round", "zero": True, "series": series} if series else None
 
 
-def timing(run: Run) -> Spec | None:
+def time_stack(run: Run) -> Spec | None:
     """Seconds of each round, stacked by where they went."""
     kept = [record for record in run.rounds if any(record.get(key) is not None for key, _ in TIMES)]
     if not kept:
         return None
     series = [
-        {"name": name, "y": [record.get(key) or 0 for record in kept], "colour": place}
+        {"name": name, "y": [record.get(key) or 0 for record in kept], "color": place}
         for place, (key, name) in enumerate(TIMES)
         if run.total(key)
     ]
     rest = [max(0.0, (r.get("seconds") or 0) - sum(r.get(key) or 0 for key, _ in TIMES)) for r in kept]
     if sum(rest) > 0.02 * sum(r.get("seconds") or 0 for r in kept):
-        series.append({"name": "other", "y": rest, "colour": 6})
+        series.append({"name": "other", "y": rest, "color": 6})
     return {"kind": "stack", "x": [r["round"] for r in kept], "format": "seconds", "xlabel": "round", "series": series}
 
 
-def traffic(run: Run) -> Spec | None:
+def traffic_lines(run: Run) -> Spec | None:
     """Bytes of each round, where they vary."""
     if not any(len(set(run.values(key))) > 1 for key in ("bytes_up", "bytes_down")):
         return None
     names = {"bytes_up": "up, from the clients", "bytes_down": "down, to the clients"}
-    return measured(run, names, format="bytes", zero=True)
+    return run_lines(run, names, format="bytes", zero=True)
 
 
-def heat(partition: Partition) -> Spec:
+def partition_map(partition: Partition) -> Spec:
     """Who holds which classes."""
     return {
         "kind": "heat",
@@ -118,10 +118,10 @@ def heat(partition: Partition) -> Spec:
 
 
 EVENTS = {"dropped": 4, "rejected": 1, "repeated": 0, "skipped": 3, "not finite": 6}
-"""What can go wrong in a round, with the colour of its marks."""
+"""What can go wrong in a round, with the color of its marks."""
 
 
-def mishaps(record: Mapping[str, Any]) -> dict[str, int]:
+def count_events(record: Mapping[str, Any]) -> dict[str, int]:
     """How often each of `EVENTS` happened in a round; what didn't happen is left out."""
     count = {
         "dropped": len(record.get("dropped") or ()),
@@ -133,19 +133,19 @@ def mishaps(record: Mapping[str, Any]) -> dict[str, int]:
     return {name: n for name, n in count.items() if n}
 
 
-def events(run: Run) -> Spec | None:
+def event_marks(run: Run) -> Spec | None:
     """When clients were lost, updates rejected, rounds repeated or skipped."""
-    seen = [(record["round"], mishaps(record)) for record in run.rounds]
+    seen = [(record["round"], count_events(record)) for record in run.rounds]
     rows = []
-    for name, colour in EVENTS.items():
-        hits = [(round, count[name]) for round, count in seen if name in count]
+    for name, color in EVENTS.items():
+        hits = [(round_num, count[name]) for round_num, count in seen if name in count]
         if hits:
-            rows.append({"name": name, "x": [x for x, _ in hits], "n": [n for _, n in hits], "colour": colour})
+            rows.append({"name": name, "x": [x for x, _ in hits], "n": [n for _, n in hits], "color": color})
     ends = [seen[0][0], seen[-1][0]] if seen else []
     return {"kind": "events", "ends": ends, "xlabel": "round", "rows": rows} if rows else None
 
 
-def described(title: str, spec: Spec) -> str:
+def describe(title: str, spec: Spec) -> str:
     """The chart in a sentence, for those who don't see it."""
     if spec["kind"] != "lines":
         return title
@@ -167,7 +167,7 @@ def _alternatives(group: Group, rounds: Sequence[int]) -> dict[str, list[float |
     for axis, keys in AXES.items():
         sums = [cumulative(run, keys) for run in group.runs]
         if all(sums):
-            joined = curve(points for points in sums if points)
+            joined = mean_curve(points for points in sums if points)
             at = dict(zip(joined.rounds, joined.mean, strict=True))
-            found[axis] = [at.get(round) for round in rounds]
+            found[axis] = [at.get(round_num) for round_num in rounds]
     return found

@@ -57,19 +57,19 @@ def mean_std(values: Sequence[float]) -> tuple[float | None, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def curve(series: Iterable[Iterable[tuple[int, float | None]]]) -> Curve:
+def mean_curve(series: Iterable[Iterable[tuple[int, float | None]]]) -> Curve:
     """Join (round, value) series. The band is ± one standard deviation; of two values it is the range."""
     by_round: dict[int, list[float]] = {}
     for points in series:
-        for round, value in points:
+        for round_num, value in points:
             if value is not None:
-                by_round.setdefault(round, []).append(value)
+                by_round.setdefault(round_num, []).append(value)
     joined = Curve([], [], [], [], [])
-    for round in sorted(by_round):
-        values = by_round[round]
+    for round_num in sorted(by_round):
+        values = by_round[round_num]
         mean = statistics.fmean(values)
         off = statistics.stdev(values) if len(values) > 2 else None
-        joined.rounds.append(round)
+        joined.rounds.append(round_num)
         joined.mean.append(mean)
         joined.low.append(min(values) if off is None else mean - off)
         joined.high.append(max(values) if off is None else mean + off)
@@ -100,7 +100,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return [Group(label, group) for label, group in zip(labels, members, strict=True)]
 
 
-def differing(configs: Sequence[Mapping[str, Any]], ignore: Iterable[str] = ()) -> list[str]:
+def differing_keys(configs: Sequence[Mapping[str, Any]], ignore: Iterable[str] = ()) -> list[str]:
     """Keys with more than one value among the configs that have them."""
     keys = {key: None for config in configs for key in config}
     skip = EXECUTION | set(ignore)
@@ -111,7 +111,7 @@ def differing(configs: Sequence[Mapping[str, Any]], ignore: Iterable[str] = ()) 
     ]
 
 
-def common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def common_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Keys that every config has, with the same value."""
     first, *rest = configs
     return {key: value for key, value in first.items() if all(key in other and other[key] == value for other in rest)}
@@ -124,7 +124,7 @@ def partitions(runs: Sequence[Run]) -> list[tuple[str, Partition]]:
         if run.partition is not None:
             distinct.setdefault(run.partition, run)
     configs = [{key: run.config[key] for key in DATA_KEYS if key in run.config} for run in distinct.values()]
-    keys = differing(configs)
+    keys = differing_keys(configs)
     names = [
         ", ".join(f"{key}={setting(config[key])}" for key in keys if key in config)
         or (f"partition {index}" if len(configs) > 1 else "")
@@ -140,7 +140,7 @@ def classes_for(counts: Sequence[int], share: float = 0.9) -> int:
     return 1 + sum(have < need for have in held) if need > 0 else 0
 
 
-def skew(partition: Partition) -> dict[str, float]:
+def label_skew(partition: Partition) -> dict[str, float]:
     """How unlike the clients are: median classes that hold 90 %, median share of the main class, and sizes."""
     held = [row for row in partition.counts if sum(row)]
     sizes = [sum(row) for row in partition.counts]
@@ -155,7 +155,7 @@ def skew(partition: Partition) -> dict[str, float]:
 
 
 def _labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = differing(configs, ignore=("method",))
+    keys = differing_keys(configs, ignore=("method",))
     labels = [
         ", ".join([str(config.get("method", "run")), *(f"{k}={setting(config[k])}" for k in keys if k in config)])
         for config in configs

@@ -1,4 +1,4 @@
-"""Run folders, read into a plain structure. Whatever a killed run left half written is skipped, and said."""
+"""Read run folders into plain dataclasses; what a killed run left half written is skipped and noted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Run:
         values = self.values(key)
         return sum(values) if values else None
 
-    def a_round(self, key: str) -> float | None:
+    def mean(self, key: str) -> float | None:
         """The mean of `key` over the rounds that have it."""
         values = self.values(key)
         return statistics.fmean(values) if values else None
@@ -69,19 +69,19 @@ class Run:
     @property
     def final(self) -> float | None:
         """The final accuracy: of the summary, else the mean of the last evaluated rounds so far."""
-        return self._told("final_accuracy", lambda last: statistics.fmean(last))
+        return self._from_summary("final_accuracy", lambda last: statistics.fmean(last))
 
     @property
     def final_std(self) -> float | None:
         """The standard deviation behind `final`."""
-        return self._told("final_std", lambda last: statistics.pstdev(last))
+        return self._from_summary("final_std", lambda last: statistics.pstdev(last))
 
     @property
     def best(self) -> tuple[int, float] | None:
         """(round, accuracy) of the best evaluated round."""
-        seen = [(value, -round) for round, value in self.points("accuracy") if value is not None]
-        value, round = max(seen, default=(None, 0))
-        return None if value is None else (-round, value)
+        seen = [(value, -round_num) for round_num, value in self.points("accuracy") if value is not None]
+        value, round_num = max(seen, default=(None, 0))
+        return None if value is None else (-round_num, value)
 
     @property
     def target(self) -> float | None:
@@ -93,10 +93,12 @@ class Run:
     def rounds_to_target(self) -> int | None:
         """The first round that reached the target."""
         target = self.target
-        reached = (round for round, value in self.points("accuracy") if value is not None and value >= (target or 0))
+        reached = (
+            round_num for round_num, value in self.points("accuracy") if value is not None and value >= (target or 0)
+        )
         return None if target is None else next(reached, None)
 
-    def _told(self, key: str, else_from: Any) -> float | None:
+    def _from_summary(self, key: str, else_from: Any) -> float | None:
         told = (self.summary or {}).get(key)
         if isinstance(told, int | float) and math.isfinite(told):
             return float(told)

@@ -23,7 +23,7 @@
     parent?.append(made);
     return made;
   };
-  const colour = place => `--c:var(--c${place % 8})`;
+  const color = place => `--c:var(--c${place % 8})`;
   const dash = place => [undefined, "7 4", "2 4"][Math.floor(place / 8) % 3];
   const extent = values => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
   const known = values => values.filter(v => v !== null && v !== undefined);
@@ -118,8 +118,8 @@
     const list = element("ul", "keys", box);
     for (const entry of entries) {
       const item = element("li", "", list);
-      item.style.cssText = colour(entry.colour);
-      element("i", `${shape} ${entry.thin ? "thin" : ""} d${Math.floor(entry.colour / 8) % 3}`, item);
+      item.style.cssText = color(entry.color);
+      element("i", `${shape} ${entry.thin ? "thin" : ""} d${Math.floor(entry.color / 8) % 3}`, item);
       item.append(entry.name);
     }
   };
@@ -147,7 +147,7 @@
     element("strong", "", tipBox, title);
     for (const row of rows) {
       const line = element("p", "", tipBox);
-      if (row.colour !== undefined) element("i", "", line).style.cssText = colour(row.colour);
+      if (row.color !== undefined) element("i", "", line).style.cssText = color(row.color);
       element("span", "", line, row.name);
       element("b", "", line, row.value);
       if (row.note) element("small", "", line, row.note);
@@ -173,7 +173,7 @@
       cross.setAttribute("visibility", "visible");
       const rows = rowsAt(current);
       dots.replaceChildren();
-      for (const row of rows) if (row.at) svgElement("circle", { class: "dot", r: 4, cx: row.at[0], cy: row.at[1], style: colour(row.colour) }, dots);
+      for (const row of rows) if (row.at) svgElement("circle", { class: "dot", r: 4, cx: row.at[0], cy: row.at[1], style: color(row.color) }, dots);
       showTip(bounds.left + x * zoom, clientY ?? bounds.top + bounds.height / 3, titleAt(current), rows);
     };
     probes.set(box, {
@@ -225,10 +225,10 @@
       if (!line.low) continue;
       const at = line.x.map((v, i) => [px(v), py(Math.max(line.low[i], log ? low : -Infinity)), py(line.high[i])]);
       const edge = [...at.map(p => [p[0], p[2]]), ...at.reverse().map(p => [p[0], p[1]])];
-      svgElement("path", { class: "band", style: colour(line.colour), d: `${path(edge)}Z` }, svg);
+      svgElement("path", { class: "band", style: color(line.color), d: `${path(edge)}Z` }, svg);
     }
     for (const line of [...series].reverse()) {
-      const style = { style: colour(line.colour), "stroke-dasharray": dash(line.colour) };
+      const style = { style: color(line.color), "stroke-dasharray": dash(line.color) };
       const points = line.y.map((v, i) => v === null || line.x[i] === null || (log && v <= 0) ? null : [px(line.x[i]), py(v)]);
       // Where some seeds are missing the mean may jump: dotted, so that nobody takes it for learning.
       const whole = points.map((p, i) => !line.n || line.n[i] === line.of ? p : null);
@@ -242,7 +242,7 @@
     }
     for (const point of spec.points ?? []) {
       const at = [px(point.x), py(point.y)], room = width(point.label) / 2;
-      svgElement("circle", { class: "dot", r: 4.5, cx: at[0], cy: at[1], style: colour(0) }, svg);
+      svgElement("circle", { class: "dot", r: 4.5, cx: at[0], cy: at[1], style: color(0) }, svg);
       svgElement("text", { class: "name halo", "text-anchor": "middle", x: Math.min(inner.right - room, Math.max(inner.left + room + 4, at[0])), y: at[1] < inner.top + 14 ? at[1] + 20 : at[1] - 10 }, svg, point.label);
     }
     if (labels) {
@@ -251,7 +251,7 @@
       for (let i = ends.length - 1, limit = inner.bottom; i >= 0; i--, limit -= 15) {
         ends[i].at = Math.min(ends[i].at, limit, ends[i + 1] ? ends[i + 1].at - 15 : Infinity);
       }
-      for (const end of ends) svgElement("text", { class: "direct", x: inner.right + 10, y: end.at + 4, style: colour(end.line.colour) }, svg, end.line.name);
+      for (const end of ends) svgElement("text", { class: "direct", x: inner.right + 10, y: end.at + 4, style: color(end.line.color) }, svg, end.line.name);
     }
     const stops = [...new Set(known(series.flatMap(line => line.x)))].sort((a, b) => a - b);
     const shared = useAxis === "round";
@@ -264,7 +264,7 @@
         const note = line.low && line.n[j] > 1 ? `${shown(line.low[j], spec.format)} … ${shown(line.high[j], spec.format)}` : "";
         const few = line.n && line.n[j] < line.of ? ` (${line.n[j]} of ${line.of} seeds)` : "";
         return [{ name: line.name + few + (shared ? "" : `, round ${spec.series.find(s => s.name === line.name).x[j]}`), value: shown(v, spec.format), note,
-          colour: line.colour, v, at: v === null || (log && v <= 0) ? undefined : [px(line.x[j]), py(v)] }];
+          color: line.color, v, at: v === null || (log && v <= 0) ? undefined : [px(line.x[j]), py(v)] }];
       }).sort((a, b) => b.v - a.v));
   };
 
@@ -284,14 +284,14 @@
         base[i] += part.y[i];
         top.push([ends[0], area.py(base[i])], [ends[1], area.py(base[i])]);
       });
-      svgElement("path", { class: "area", style: colour(part.colour), d: `${path([...top, ...bottom.reverse()])}Z` }, area.svg);
+      svgElement("path", { class: "area", style: color(part.color), d: `${path([...top, ...bottom.reverse()])}Z` }, area.svg);
     }
     readAlong(box, area, xs, i => `${spec.xlabel} ${xs[i]}: ${shown(sums[i], spec.format)}`,
-      i => spec.series.map(part => ({ name: part.name, value: shown(part.y[i], spec.format), colour: part.colour })).reverse());
+      i => spec.series.map(part => ({ name: part.name, value: shown(part.y[i], spec.format), color: part.color })).reverse());
   };
 
   const bars = (box, spec) => {
-    keys(box, spec.series.map((part, i) => ({ ...part, colour: i })), "box");
+    keys(box, spec.series.map((part, i) => ({ ...part, color: i })), "box");
     const n = spec.labels.length, values = known(spec.series.flatMap(part => part.y));
     const [low, high] = extent([0, ...values]);
     const y = scaleFor(low, high, { count: 4, format: spec.format });
@@ -305,7 +305,7 @@
       part.y.forEach((v, i) => {
         if (v !== null) d += `M${(px(i) + (s - spec.series.length / 2) * wide).toFixed(1)},${py(0).toFixed(1)}v${(py(v) - py(0)).toFixed(1)}h${(wide * 0.92).toFixed(1)}V${py(0).toFixed(1)}z`;
       });
-      svgElement("path", { class: "fill", style: colour(s), d }, svg);
+      svgElement("path", { class: "fill", style: color(s), d }, svg);
     });
     const every = Math.ceil(turned ? 15 / slot : (longest + 8) / slot);
     const deep = turned ? Math.min(90, longest * 0.64 + 4) : 0;
@@ -317,7 +317,7 @@
     svgElement("text", { x: inner.right, y: inner.bottom + 34 + deep, "text-anchor": "end" }, svg, spec.xlabel);
     svg.setAttribute("viewBox", `0 0 ${box.clientWidth} ${250 + deep + (spec.xlabel ? 14 : 0)}`);
     readAlong(box, area, spec.labels.map((_, i) => i), i => spec.labels[i],
-      i => spec.series.map((part, s) => ({ name: part.name, value: shown(part.y[i], spec.format), colour: s })));
+      i => spec.series.map((part, s) => ({ name: part.name, value: shown(part.y[i], spec.format), color: s })));
   };
 
   const heat = (box, spec) => {
@@ -392,11 +392,11 @@
       svgElement("line", { class: "rule", x1: inner.left, x2: inner.right, y1: bottom, y2: bottom }, svg);
       const thick = Math.max(1.5, Math.min(8, (px(spec.ends[0] + 1) - px(spec.ends[0])) * .7));
       const d = row.x.map((v, i) => `M${px(v).toFixed(1)},${bottom}v${(-8 - 14 * row.n[i] / most).toFixed(1)}`).join("");
-      svgElement("path", { d, style: `${colour(row.colour)};stroke:var(--c);stroke-width:${thick.toFixed(1)}` }, svg);
+      svgElement("path", { d, style: `${color(row.color)};stroke:var(--c);stroke-width:${thick.toFixed(1)}` }, svg);
     });
     const stops = [...new Set(spec.rows.flatMap(row => row.x))].sort((a, b) => a - b);
     readAlong(box, area, stops, i => `${spec.xlabel} ${stops[i]}`,
-      i => spec.rows.flatMap(row => row.x.includes(stops[i]) ? [{ name: row.name, value: String(row.n[row.x.indexOf(stops[i])]), colour: row.colour }] : []));
+      i => spec.rows.flatMap(row => row.x.includes(stops[i]) ? [{ name: row.name, value: String(row.n[row.x.indexOf(stops[i])]), color: row.color }] : []));
   };
 
   // ---- bring it to life

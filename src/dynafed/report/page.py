@@ -12,7 +12,7 @@ from typing import Any
 from dynafed.report import blocks, charts
 from dynafed.report.charts import Spec
 from dynafed.report.load import Run
-from dynafed.report.text import esc, script_json
+from dynafed.report.text import escape, script_json
 
 
 class Page:
@@ -34,7 +34,7 @@ class Page:
         inside = "".join(parts)
         if inside or lead:
             lead = f'<p class="lead">{lead}</p>' if lead else ""
-            self.add(f"<section><h2>{esc(title)}</h2>{lead}{inside}</section>")
+            self.add(f"<section><h2>{escape(title)}</h2>{lead}{inside}</section>")
 
     def chart(self, spec: Spec | None, title: str, note: str = "", *, wide: bool = False, small: bool = False) -> str:
         """The place where a chart is drawn, with its caption."""
@@ -42,12 +42,12 @@ class Page:
             return ""
         name = f"c{len(self.charts)}"
         self.charts[name] = spec | {"small": small}
-        note = f" <span>{esc(note)}</span>" if note else ""
+        note = f" <span>{escape(note)}</span>" if note else ""
         style = "panel" + (" wide" if wide else "")
         return (
-            f'<figure class="{style}"><figcaption><b>{esc(title)}</b>{note}</figcaption>'
+            f'<figure class="{style}"><figcaption><b>{escape(title)}</b>{note}</figcaption>'
             f'<div class="plot" data-chart="{name}" tabindex="0" role="img"'
-            f' aria-label="{esc(charts.described(title, spec))}"></div></figure>'
+            f' aria-label="{escape(charts.describe(title, spec))}"></div></figure>'
         )
 
     def blocks(self, run: Run, level: str = "h2") -> None:
@@ -62,9 +62,9 @@ class Page:
         title, kind = str(block.get("title", "")), block.get("kind", "text")
         try:
             inside = self._inside(kind, block.get("data"), folder, title)
-        except blocks.Unshowable as why:
-            inside = f'<p class="note">This block of report.json can’t be shown: {esc(why)}.</p>'
-        head = f"<{level}>{esc(title)}</{level}>" if title else ""
+        except blocks.BlockError as why:
+            inside = f'<p class="note">This block of report.json can’t be shown: {escape(why)}.</p>'
+        head = f"<{level}>{escape(title)}</{level}>" if title else ""
         return f"<section>{head}{blocks.paragraphs(block.get('text') or '')}{inside}</section>"
 
     def html(self) -> str:
@@ -72,7 +72,7 @@ class Page:
         script = _asset("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return Template(_asset("page.html")).substitute(
-            title=esc(self.title),
+            title=escape(self.title),
             policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
             css=_asset("page.css"),
             body="\n".join(self.parts),
@@ -90,7 +90,7 @@ class Page:
             return blocks.images(data, folder)
         if kind == "text":
             return ""
-        raise blocks.Unshowable(f"unknown kind '{kind}'; known: images, lines, table, bars")
+        raise blocks.BlockError(f"unknown kind '{kind}'; known: images, lines, table, bars")
 
 
 def _asset(name: str) -> str:

@@ -9,8 +9,17 @@ from typing import Any
 from dynafed.report import charts
 from dynafed.report.load import LAST, Run
 from dynafed.report.page import Page
-from dynafed.report.parts import event_sentence, grid, notes, partition_parts, settings, setup, verdict, words
-from dynafed.report.text import THIN, duration, esc, listed, number, percent, plural, size
+from dynafed.report.sections import (
+    caption,
+    event_sentence,
+    grid,
+    notes,
+    partition_parts,
+    result_sentence,
+    settings,
+    setup_line,
+)
+from dynafed.report.text import THIN, duration, escape, join_limited, number, percent, plural, size
 
 MOST_EVENTS = 500
 
@@ -21,8 +30,9 @@ def run_page(run: Run, base: Path) -> str:
     page = Page(f"{what}: {percent(run.final)}", base)
     badge = "" if run.finished else ' <span class="badge">unfinished</span>'
     page.add(
-        f'<header><p class="eyebrow">dynafed · {esc(run.path.resolve().name)}</p><h1>{esc(what)}{badge}</h1>'
-        f'<p class="verdict">{verdict(run)}</p><p class="setup">{esc(setup(run.config))}</p>{notes(run)}</header>'
+        f'<header><p class="eyebrow">dynafed · {escape(run.path.resolve().name)}</p><h1>{escape(what)}{badge}</h1>'
+        f'<p class="verdict">{result_sentence(run)}</p>'
+        f'<p class="setup">{escape(setup_line(run.config))}</p>{notes(run)}</header>'
     )
     page.add(_tiles(run))
     page.section("Learning", grid(*_learning(page, run)))
@@ -30,22 +40,22 @@ def run_page(run: Run, base: Path) -> str:
     page.section(
         "Cost",
         grid(
-            page.chart(charts.timing(run), "Time of each round"),
-            page.chart(charts.traffic(run), "Traffic of each round"),
+            page.chart(charts.time_stack(run), "Time of each round"),
+            page.chart(charts.traffic_lines(run), "Traffic of each round"),
         ),
         lead=_cost(run),
     )
     if run.rounds:
         page.section(
             "Events",
-            grid(page.chart(charts.events(run), "When", wide=True)),
+            grid(page.chart(charts.event_marks(run), "When", wide=True)),
             _event_table(run),
-            lead=esc(event_sentence(run)),
+            lead=escape(event_sentence(run)),
         )
-    if charts.watched(run):
+    if charts.client_loss_lines(run):
         page.section(
             "Losses on single clients' data",
-            grid(page.chart(charts.watched(run), "Loss of watched clients", wide=True)),
+            grid(page.chart(charts.client_loss_lines(run), "Loss of watched clients", wide=True)),
             lead="In each round: through the client's own local training, where it took part; then of the average; "
             "then, at the round's number, of the refined global model.",
         )
@@ -53,7 +63,7 @@ def run_page(run: Run, base: Path) -> str:
     page.section(
         "Other measures",
         grid(
-            *(page.chart(charts.measured(run, {key: key}), words(key), small=True) for key in varying),
+            *(page.chart(charts.run_lines(run, {key: key}), caption(key), small=True) for key in varying),
             style="small",
         ),
         _constants({key: value for key, value in constant.items() if key != "lr"}),
@@ -71,8 +81,8 @@ def _learning(page: Page, run: Run) -> list[str]:
     points = [{"x": run.best[0], "y": run.best[1], "label": f"best {percent(run.best[1])}"}] if run.best else []
     names = {"accuracy": "accuracy", "accuracy_before_refine": "before refinement"}
     split = run.config.get("evaluate", "test")
-    accuracy = charts.measured(run, names, format="percent", marks=marks, points=points)
-    loss = charts.measured(run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto")
+    accuracy = charts.run_lines(run, names, format="percent", marks=marks, points=points)
+    loss = charts.run_lines(run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto")
     if accuracy is None and loss is None:
         return ['<p class="note">No round has been evaluated yet.</p>']
     return [page.chart(accuracy, "Accuracy", f"on the {split} split"), page.chart(loss, "Loss")]
@@ -118,7 +128,7 @@ def _cost(run: Run) -> str:
     whole = sum(total for _, total in timed)
     said = [f"{name} {duration(total)} ({percent(total / whole, 0)})" for name, total in timed]
     text = f"Time: {', '.join(said)}." if said else ""
-    up, down = run.a_round("bytes_up"), run.a_round("bytes_down")
+    up, down = run.mean("bytes_up"), run.mean("bytes_down")
     if up is not None or down is not None:
         text += f" Traffic a round: {size(up)} up, {size(down)} down."
     return text.strip()
@@ -129,7 +139,7 @@ def _event_table(run: Run) -> str:
     for record in run.rounds:
         said = []
         if record.get("dropped"):
-            said.append(f"dropped: {listed(record['dropped'])}")
+            said.append(f"dropped: {join_limited(record['dropped'])}")
         for entry in record.get("rejected") or ():
             known = isinstance(entry, dict)
             who, why = (entry.get("client"), entry.get("reason")) if known else (entry, "no reason given")
@@ -138,10 +148,10 @@ def _event_table(run: Run) -> str:
             said.append(f"repeated {plural(int(record['repeats']), 'time')}")
         if record.get("skipped"):
             said.append("skipped: the model was kept")
-        if "not finite" in charts.mishaps(record):
+        if "not finite" in charts.count_events(record):
             said.append("loss not finite")
         if said:
-            rows.append(f'<tr><td class="num">{record["round"]}</td><td>{esc("; ".join(said))}</td></tr>')
+            rows.append(f'<tr><td class="num">{record["round"]}</td><td>{escape("; ".join(said))}</td></tr>')
     if not rows:
         return ""
     more = f'<p class="fine">and {len(rows) - MOST_EVENTS} more rounds</p>' if len(rows) > MOST_EVENTS else ""
@@ -172,5 +182,5 @@ def _numbers(run: Run) -> dict[str, Any]:
 
 
 def _constants(values: Mapping[str, float]) -> str:
-    said = listed((f"{key} = {number(value)}" for key, value in values.items()), 40)
-    return f'<p class="fine">The same in every round: {esc(said)}.</p>' if values else ""
+    said = join_limited((f"{key} = {number(value)}" for key, value in values.items()), 40)
+    return f'<p class="fine">The same in every round: {escape(said)}.</p>' if values else ""

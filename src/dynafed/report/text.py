@@ -1,4 +1,4 @@
-"""How the page words and writes values: escaped, rounded for a reader, with units."""
+"""Values as text: escaped, rounded, with units."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ THIN = "\u202f"
 """A narrow space that doesn't break, between a number and its unit."""
 
 
-def esc(value: object) -> str:
-    """Any value as text that HTML can't mistake for markup, also inside an attribute."""
+def escape(value: object) -> str:
+    """Any value as HTML text, also safe inside an attribute."""
     return html.escape(str(value), quote=True)
 
 
@@ -23,7 +23,7 @@ def percent(share: float | None, digits: int = 2) -> str:
     return NONE if share is None else f"{100 * share:.{digits}f}{THIN}%"
 
 
-def spread(mean: float | None, std: float | None) -> str:
+def mean_std_percent(mean: float | None, std: float | None) -> str:
     """Mean and standard deviation of a share, in percent: 71.42 ± 0.31 %."""
     if mean is None or std is None:
         return percent(mean)
@@ -31,7 +31,7 @@ def spread(mean: float | None, std: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as a person would say them: 0.42 s, 42 s, 12 min 3 s, 3 h 12 min, 2 d 3 h."""
+    """Seconds in one or two units: 0.42 s, 42 s, 12 min 3 s, 3 h 12 min, 2 d 3 h."""
     if seconds is None:
         return NONE
     if seconds < 0.0995:
@@ -73,7 +73,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     return f"{number(count)} {noun if count == 1 else many or noun + 's'}"
 
 
-def listed(items: Iterable[object], limit: int = 12) -> str:
+def join_limited(items: Iterable[object], limit: int = 12) -> str:
     """`a, b, c`, cut after `limit` items."""
     words = [str(item) for item in items]
     rest = len(words) - limit
@@ -87,20 +87,20 @@ def setting(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | list) else str(value)
 
 
-def tidy(value: Any) -> Any:
+def to_json_data(value: Any) -> Any:
     """Plain data for JSON: floats rounded to six digits, what isn't finite as None."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): tidy(item) for key, item in value.items()}
+        return {str(key): to_json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [tidy(item) for item in value]
+        return [to_json_data(item) for item in value]
     return value
 
 
 def script_json(value: Any) -> str:
     """JSON that can stand inside a script element: nothing in it can close the element or open a comment."""
-    text = json.dumps(tidy(value), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(to_json_data(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

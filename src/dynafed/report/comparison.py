@@ -10,11 +10,20 @@ from typing import Any
 from urllib.parse import quote
 
 from dynafed.report import blocks, charts
-from dynafed.report.groups import Group, common, differing, group_runs, partitions
+from dynafed.report.groups import Group, common_settings, differing_keys, group_runs, partitions
 from dynafed.report.load import LAST, Run
 from dynafed.report.page import Page
-from dynafed.report.parts import event_sentence, grid, notes, partition_parts, settings, setup, verdict, words
-from dynafed.report.text import NONE, duration, esc, listed, percent, plural, setting, size, spread
+from dynafed.report.sections import (
+    caption,
+    event_sentence,
+    grid,
+    notes,
+    partition_parts,
+    result_sentence,
+    settings,
+    setup_line,
+)
+from dynafed.report.text import NONE, duration, escape, join_limited, mean_std_percent, percent, plural, setting, size
 
 TASK = ("dataset", "evaluate", "partition", "alpha", "classes_per_client", "clients", "server_samples")
 """Runs that differ in one of these solve different tasks: their accuracies aren't ranked against each other."""
@@ -25,7 +34,7 @@ MOST_TASKS = 8
 def compare_page(runs: Sequence[Run], base: Path) -> str:
     """The page of several runs."""
     groups = group_runs(runs)
-    same = common([run.config for run in runs])
+    same = common_settings([run.config for run in runs])
     where = f" on {same['dataset']}" if "dataset" in same else ""
     what = f"{plural(len(groups), 'method' if _only_methods(groups) else 'setting')}{where}"
     if len(groups) == 1:
@@ -35,12 +44,12 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
     badge = f' <span class="badge">{unfinished} of {len(runs)} runs unfinished</span>' if unfinished else ""
     left_out = "".join(notes(run, f"{run.path.name}: ") for run in runs)
     page.add(
-        f'<header><p class="eyebrow">dynafed · {esc(plural(len(runs), "run"))}</p><h1>{esc(what)}{badge}</h1>'
+        f'<header><p class="eyebrow">dynafed · {escape(plural(len(runs), "run"))}</p><h1>{escape(what)}{badge}</h1>'
         f"{_ranking(groups)}"
-        f'<p class="setup">{esc(setup(same))}</p>{left_out}</header>'
+        f'<p class="setup">{escape(setup_line(same))}</p>{left_out}</header>'
     )
     page.add(_legend(groups))
-    page.section("Results", _result_table(groups), f'<p class="fine">{esc(_fine_print(groups))}</p>')
+    page.section("Results", _result_table(groups), f'<p class="fine">{escape(_fine_print(groups))}</p>')
     page.section("Learning", _axis_switch(groups), grid(*_compared_learning(page, groups)))
     page.section("Cost of a round", _cost_bars(groups))
     page.section("Who holds which classes", *partition_parts(page, partitions(runs)))
@@ -49,7 +58,7 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
     page.section(
         "Other measures",
         grid(
-            *(page.chart(charts.compared(groups, k, format=_format(k)), words(k), small=True) for k in keys),
+            *(page.chart(charts.group_lines(groups, k, format=_format(k)), caption(k), small=True) for k in keys),
             style="small",
         ),
     )
@@ -63,18 +72,18 @@ def _compared_learning(page: Page, groups: Sequence[Group]) -> list[str]:
     marks = [{"y": target, "label": f"target {percent(target, 0)}"}] if target else []
     return [
         page.chart(
-            charts.compared(groups, "accuracy", format="percent", marks=marks, direct=True),
+            charts.group_lines(groups, "accuracy", format="percent", marks=marks, direct=True),
             "Accuracy",
             _band_note(groups),
             wide=True,
         ),
-        page.chart(charts.compared(groups, "loss", log="auto", direct=True), "Loss", wide=True),
+        page.chart(charts.group_lines(groups, "loss", log="auto", direct=True), "Loss", wide=True),
     ]
 
 
 def _ranking(groups: Sequence[Group]) -> str:
     """Who ends highest, by how much, and whether the seeds say so; one line for each task."""
-    keys = [key for key in differing([group.runs[0].config for group in groups]) if key in TASK]
+    keys = [key for key in differing_keys([group.runs[0].config for group in groups]) if key in TASK]
     tasks: dict[str, list[Group]] = {}
     for group in groups:
         config = group.runs[0].config
@@ -86,7 +95,7 @@ def _ranking(groups: Sequence[Group]) -> str:
     if len(tasks) == 1:
         text = _leader(groups)
         return f'<p class="verdict">{text}</p>'
-    lines = [f"<li>{esc(task)}: {_leader(inside)}</li>" for task, inside in tasks.items()]
+    lines = [f"<li>{escape(task)}: {_leader(inside)}</li>" for task, inside in tasks.items()]
     more = f"<li>and {len(lines) - MOST_TASKS} more</li>" if len(lines) > MOST_TASKS else ""
     return f'<ul class="verdict">{"".join(lines[:MOST_TASKS])}{more}</ul>'
 
@@ -100,12 +109,12 @@ def _leader(groups: Sequence[Group]) -> str:
     so_far = "" if all(group.finished for group in groups) else " so far"
     over = f"over {plural(len(top.runs), 'seed')}" if len(top.runs) > 1 else "with one seed"
     if len(groups) == 1:
-        return f"<b>{spread(mean, std)}</b> final accuracy{so_far} {over}."
-    text = f"<b>{esc(top.label)}</b> ends highest{so_far}: <b>{spread(mean, std)}</b> {over}"
+        return f"<b>{mean_std_percent(mean, std)}</b> final accuracy{so_far} {over}."
+    text = f"<b>{escape(top.label)}</b> ends highest{so_far}: <b>{mean_std_percent(mean, std)}</b> {over}"
     if len(ranked) > 1:
         second, second_std, runner_up = ranked[1]
         gap = mean - second
-        text += f", {100 * gap:.2f} points above {esc(runner_up.label)} ({spread(second, second_std)})"
+        text += f", {100 * gap:.2f} points above {escape(runner_up.label)} ({mean_std_percent(second, second_std)})"
         if std is None or second_std is None:
             text += "; one seed doesn’t tell how sure that is"
         elif gap < std + second_std:
@@ -115,8 +124,8 @@ def _leader(groups: Sequence[Group]) -> str:
 
 def _legend(groups: Sequence[Group]) -> str:
     keys = "".join(
-        f'<button type="button" class="key" data-group="{place}" aria-pressed="true" style="{_colour(place)}">'
-        f'<i class="d{place // 8 % 3}" aria-hidden="true"></i>{esc(group.label)}</button>'
+        f'<button type="button" class="key" data-group="{place}" aria-pressed="true" style="{_color(place)}">'
+        f'<i class="d{place // 8 % 3}" aria-hidden="true"></i>{escape(group.label)}</button>'
         for place, group in enumerate(groups)
     )
     hint = '<span class="hint">click to hide, double-click to see one alone</span>'
@@ -133,11 +142,11 @@ def _result_table(groups: Sequence[Group]) -> str:
         mean, std = group.over_seeds(lambda run: run.final)
         best, _ = group.over_seeds(lambda run: run.best[1] if run.best else None)
         done = "" if group.finished else ' <span class="badge">unfinished</span>'
-        swatch = f'<i class="swatch d{place // 8 % 3}" style="{_colour(place)}" aria-hidden="true"></i>'
+        swatch = f'<i class="swatch d{place // 8 % 3}" style="{_color(place)}" aria-hidden="true"></i>'
         row: list[tuple[str, Any]] = [
-            (f"{swatch}{esc(group.label)}{done}", group.label),
-            (esc(listed(group.seeds)), len(group.seeds)),
-            (f"<b>{spread(mean, std)}</b>", mean),
+            (f"{swatch}{escape(group.label)}{done}", group.label),
+            (escape(join_limited(group.seeds)), len(group.seeds)),
+            (f"<b>{mean_std_percent(mean, std)}</b>", mean),
             (percent(best), best),
         ]
         if aim:
@@ -148,16 +157,16 @@ def _result_table(groups: Sequence[Group]) -> str:
             row.append(_cell(group, key, duration))
         rows.append(row)
     rows.sort(key=lambda row: -(row[2][1] or 0))
-    return blocks.sortable([(esc(name), numeric) for name, numeric in columns], rows, style="results", down=2)
+    return blocks.sortable_table([(escape(name), numeric) for name, numeric in columns], rows, style="results", down=2)
 
 
 def _cell(group: Group, key: str, show: Any) -> tuple[str, float | None]:
-    mean = _a_round(group, key)
+    mean = _mean_per_round(group, key)
     return show(mean), mean
 
 
-def _a_round(group: Group, key: str) -> float | None:
-    return group.over_seeds(lambda run: run.a_round(key))[0]
+def _mean_per_round(group: Group, key: str) -> float | None:
+    return group.over_seeds(lambda run: run.mean(key))[0]
 
 
 def _reached(group: Group) -> tuple[str, float | None]:
@@ -204,23 +213,23 @@ def _axis_switch(groups: Sequence[Group]) -> str:
 
 
 def _cost_bars(groups: Sequence[Group]) -> str:
-    means = [[_a_round(group, key) or 0 for key, _ in charts.TIMES] for group in groups]
+    means = [[_mean_per_round(group, key) or 0 for key, _ in charts.TIMES] for group in groups]
     longest = max(map(sum, means))
     if not longest:
         return ""
     rows = []
     for group, parts in zip(groups, means, strict=True):
         bars = "".join(
-            f'<i style="width:{100 * value / longest:.2f}%;{_colour(place)}" title="{name} {duration(value)}"></i>'
+            f'<i style="width:{100 * value / longest:.2f}%;{_color(place)}" title="{name} {duration(value)}"></i>'
             for place, ((_, name), value) in enumerate(zip(charts.TIMES, parts, strict=True))
             if value
         )
         rows.append(
-            f'<tr><th scope="row">{esc(group.label)}</th><td class="bar"><span>{bars}</span></td>'
+            f'<tr><th scope="row">{escape(group.label)}</th><td class="bar"><span>{bars}</span></td>'
             f'<td class="num">{duration(sum(parts))}</td></tr>'
         )
     key = "".join(
-        f'<span style="{_colour(place)}"><i aria-hidden="true"></i>{name}</span>'
+        f'<span style="{_color(place)}"><i aria-hidden="true"></i>{name}</span>'
         for place, (_, name) in enumerate(charts.TIMES)
         if any(parts[place] for parts in means)
     )
@@ -229,25 +238,25 @@ def _cost_bars(groups: Sequence[Group]) -> str:
 
 def _run_details(page: Page, groups: Sequence[Group]) -> list[str]:
     runs = [run for group in groups for run in group.runs]
-    marked = differing([run.config for run in runs])
+    marked = differing_keys([run.config for run in runs])
     parts = []
     for group in groups:
         for run in group.runs:
             relative = os.path.relpath(run.path, page.base)
             own = "report.html" if (run.path / "report.html").is_file() else ""
-            link = f'<a href="{esc(quote(os.path.join(relative, own)))}">{esc(relative)}</a>'
+            link = f'<a href="{escape(quote(os.path.join(relative, own)))}">{escape(relative)}</a>'
             badge = "" if run.finished else ' <span class="badge">unfinished</span>'
             extra = "".join(page.block(block, run.path, "h3") for block in run.blocks)
             parts.append(
-                f"<details><summary>{esc(group.label)}, seed {esc(run.config.get('seed', '?'))}: "
+                f"<details><summary>{escape(group.label)}, seed {escape(run.config.get('seed', '?'))}: "
                 f"{percent(run.final)}{badge}</summary>"
-                f"<p>{verdict(run)} {esc(event_sentence(run))} Folder: {link}</p>"
+                f"<p>{result_sentence(run)} {escape(event_sentence(run))} Folder: {link}</p>"
                 f"{settings(run, mark=marked)}{extra}</details>"
             )
     return parts
 
 
-def _colour(place: int) -> str:
+def _color(place: int) -> str:
     return f"--c:var(--c{place % 8})"
 
 

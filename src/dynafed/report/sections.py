@@ -1,4 +1,4 @@
-"""Pieces that both pages have. All text is HTML from here, and reads without scripts; `page.js` draws the charts."""
+"""Sections that both pages share, as HTML that reads without scripts; `page.js` draws the charts."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynafed.report import charts
-from dynafed.report.groups import skew
+from dynafed.report.groups import label_skew
 from dynafed.report.load import Partition, Run
 from dynafed.report.page import Page
-from dynafed.report.text import THIN, duration, esc, number, percent, plural, setting
+from dynafed.report.text import THIN, duration, escape, number, percent, plural, setting
 
 MOST_HEATS = 6
 
 
-def verdict(run: Run) -> str:
+def result_sentence(run: Run) -> str:
     """What came out of a run, in a sentence."""
     planned = run.config.get("rounds")
     done = len(run.rounds)
     if run.final is None:
-        return f"No accuracy yet; {done} of {esc(planned)} rounds done."
+        return f"No accuracy yet; {done} of {escape(planned)} rounds done."
     if run.finished:
         took = (run.summary or {}).get("seconds") or run.total("seconds")
         first = f"<b>{percent(run.final)}</b> final accuracy"
         last = plural(done, "round") + (f" in {duration(took)}" if took else "")
     else:
         first = f"<b>{percent(run.final)}</b> so far"
-        last = f"{done} of {esc(planned)} rounds done"
+        last = f"{done} of {escape(planned)} rounds done"
         last += f" in {duration(run.total('seconds'))}" if run.total("seconds") else ""
     best = f"; best <b>{percent(run.best[1])}</b> in round {run.best[0]}" if run.best else ""
     return f"{first}{best}; {last}."
 
 
-def setup(config: Mapping[str, Any]) -> str:
+def setup_line(config: Mapping[str, Any]) -> str:
     """The setting in one line, from whichever keys are given."""
     said = []
     if "model" in config:
@@ -72,7 +72,7 @@ def partition_parts(page: Page, found: Sequence[tuple[str, Partition]]) -> list[
     parts = [f'<p class="lead">{lead}</p>']
     shown = [
         page.chart(
-            charts.heat(partition),
+            charts.partition_map(partition),
             name or f"{plural(len(partition.shown), 'client')} × {plural(partition.classes, 'class', 'classes')}",
             _skew_short(partition) if several else "",
             wide=not several,
@@ -97,7 +97,7 @@ def partition_parts(page: Page, found: Sequence[tuple[str, Partition]]) -> list[
 
 
 def _skew_sentence(partition: Partition) -> str:
-    told = skew(partition)
+    told = label_skew(partition)
     sample = (
         f" Of {number(partition.clients)} clients, {len(partition.shown)} are shown."
         if partition.clients > len(partition.shown)
@@ -117,12 +117,12 @@ def _skew_sentence(partition: Partition) -> str:
 
 
 def _skew_short(partition: Partition) -> str:
-    return f"90{THIN}% in {skew(partition)['classes']:g} of {partition.classes} classes"
+    return f"90{THIN}% in {label_skew(partition)['classes']:g} of {partition.classes} classes"
 
 
 def event_sentence(run: Run) -> str:
     """What went wrong in a run, in a sentence."""
-    seen = [charts.mishaps(record) for record in run.rounds]
+    seen = [charts.count_events(record) for record in run.rounds]
     rounds = {name: sum(name in count for count in seen) for name in charts.EVENTS}
     times = {name: sum(count.get(name, 0) for count in seen) for name in charts.EVENTS}
     said = {
@@ -141,17 +141,17 @@ def event_sentence(run: Run) -> str:
 def settings(run: Run, mark: Sequence[str] = ()) -> str:
     """How to run it again, with what it was made, and its whole config."""
     rows = "".join(
-        f"<div{' class=differs' if key in mark else ''}><dt>{esc(key)}</dt><dd>{esc(setting(value))}</dd></div>"
+        f"<div{' class=differs' if key in mark else ''}><dt>{escape(key)}</dt><dd>{escape(setting(value))}</dd></div>"
         for key, value in run.config.items()
     )
     again = f"dynafed run {shlex.quote(str(run.path / 'config.toml'))}"
     go_on = f"dynafed resume {shlex.quote(str(run.path))}"
-    parts = [f'<p class="command"><span>Run it again</span><code>{esc(again)}</code></p>']
+    parts = [f'<p class="command"><span>Run it again</span><code>{escape(again)}</code></p>']
     if not run.finished:
-        parts.append(f'<p class="command"><span>Go on with it</span><code>{esc(go_on)}</code></p>')
+        parts.append(f'<p class="command"><span>Go on with it</span><code>{escape(go_on)}</code></p>')
     versions = (run.summary or {}).get("versions")
     if isinstance(versions, dict):
-        parts.append(f'<p class="fine">Made with {esc(", ".join(f"{k} {v}" for k, v in versions.items()))}.</p>')
+        parts.append(f'<p class="fine">Made with {escape(", ".join(f"{k} {v}" for k, v in versions.items()))}.</p>')
     parts.append(
         f"<details><summary>The whole config, {plural(len(run.config), 'key')}</summary>"
         f'<dl class="config">{rows}</dl></details>'
@@ -161,7 +161,7 @@ def settings(run: Run, mark: Sequence[str] = ()) -> str:
 
 def notes(run: Run, prefix: str = "") -> str:
     """What of a run could not be read."""
-    return "".join(f'<p class="note">{esc(prefix + note)}.</p>' for note in run.notes)
+    return "".join(f'<p class="note">{escape(prefix + note)}.</p>' for note in run.notes)
 
 
 def grid(*parts: str, style: str = "") -> str:
@@ -170,6 +170,6 @@ def grid(*parts: str, style: str = "") -> str:
     return f'<div class="grid {style}">{inside}</div>' if inside else ""
 
 
-def words(key: str) -> str:
+def caption(key: str) -> str:
     """A key of the metrics as a caption."""
     return key.replace("_", " ").replace(".", ": ")

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dynafed.engine.evaluate import accuracy
 
 from dynafed import Config, resume, run, tree
-from dynafed.engine.evaluate import accuracy
-from dynafed.engine.plan import Plan
+from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
 
@@ -80,8 +80,8 @@ def main(preset: str) -> None:
     file = Path(__file__).parent / "results" / f"ablation-{preset}.json"
     rows = json.loads(file.read_text()) if file.exists() else {}
     torch.set_num_threads(1)
-    plan = Plan.make(config)
-    before = [accuracy(plan, model) for model in path[RECORDED:]]
+    federation = Federation.create(config)
+    before = [accuracy(federation, model) for model in path[RECORDED:]]
     made: dict[str, Any] = {}
     for name, changes in VARIANTS[preset].items():
         if name in rows:
@@ -94,17 +94,19 @@ def main(preset: str) -> None:
         began = time.perf_counter()
         if key not in made:
             synthetic = synthesize(
-                plan.module,
+                federation.problem.model,
                 path[:RECORDED],
-                plan.dataset.shape,
-                plan.dataset.classes,
+                federation.dataset.shape,
+                federation.dataset.classes,
                 settings,
                 seen=lambda iteration, loss, x, losses=losses: losses.append(loss),
             )
             made[key] = synthetic, statistics.fmean(losses[-50:])
         synthetic, loss = made[key]
         after = [
-            accuracy(plan, finetune(plan.module, model, synthetic, settings, plan.seeds, 1))
+            accuracy(
+                federation, finetune(federation.problem.model, model, synthetic, settings, federation.problem.seeds, 1)
+            )
             for model in path[RECORDED:]
         ]
         rows[name] = {

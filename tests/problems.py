@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 import dynafed
 from dynafed import Config
+from dynafed.engine.federation import Federation
 
 
 def blobs(samples: int, seed: int, classes: int = 4, features: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -41,3 +43,9 @@ def tiny(**changes: Any) -> Config:
 def run_tiny(out: Path, **changes: Any) -> dynafed.Result:
     """Run it on the blobs."""
     return dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=out)
+
+
+def client_data(federation: Federation, client: int) -> tuple[Tensor, Tensor]:
+    """One client's samples and labels."""
+    view = federation.client(client)
+    return view.x, view.y

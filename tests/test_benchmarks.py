@@ -92,10 +92,10 @@ def test_both_ways_to_the_synthesis_gradient_agree() -> None:
 def test_exponents_and_their_picture(tmp_path: Path) -> None:
     points = [{"value": n, "seconds": 0.1 * n**2, "memory_mb": 7.0} for n in (1, 10, 100)]
     axis = {"axis": "clients", "title": "clients in total", "points": points, "absent": []}
-    slopes = {f"exponent_{name}": growth.exponent(points, key) for name, key in _KEYS.items()}
-    assert slopes["exponent_seconds"] == pytest.approx(2)
-    assert slopes["exponent_memory"] == pytest.approx(0)
-    found = {"machine": machine.describe(), "environment": {}, "repeats": 5, "axes": [axis | slopes]}
+    gradient_function = {f"exponent_{name}": growth.exponent(points, key) for name, key in _KEYS.items()}
+    assert gradient_function["exponent_seconds"] == pytest.approx(2)
+    assert gradient_function["exponent_memory"] == pytest.approx(0)
+    found = {"machine": machine.describe(), "environment": {}, "repeats": 5, "axes": [axis | gradient_function]}
     growth.plot(found, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size
     (tmp_path / "growth.json").write_text(json.dumps(found))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dynafed import tree
-from dynafed.messages import Broadcast, Update, flaw
+from dynafed.messages import Broadcast, Update, validate_update
 from dynafed.seeds import Seeds
 
 
@@ -41,11 +41,11 @@ def test_trees_nest_pack_and_digest() -> None:
     again["x/a"][0] += 1e-7
     assert tree.digest(again) != tree.digest(nested)
     assert tree.nbytes(one) == 12 + 8
-    copy = tree.clone(one)
+    copy = tree.clone_contiguous(one)
     copy["a"].add_(1)
     assert one["a"][0] == 0
-    lying = tree.by_columns({"m": torch.arange(6.0).reshape(2, 3)}, ["m"])
-    twin = tree.twin(lying)
+    lying = tree.column_major({"m": torch.arange(6.0).reshape(2, 3)}, ["m"])
+    twin = tree.clone(lying)
     assert twin["m"].stride() == lying["m"].stride() == (1, 2)
     assert torch.equal(twin["m"], lying["m"])
     assert twin["m"].data_ptr() != lying["m"].data_ptr()
@@ -70,11 +70,11 @@ GOOD = {"w": torch.zeros(2, 3), "n": torch.tensor(1)}
     ],
 )
 def test_unsound_updates_are_named(model: tree.Tree, words: str | None) -> None:
-    reason = flaw(Update(0, model, 1, 1, 0.0, 0.0), Broadcast(1, GOOD))
+    reason = validate_update(Update(0, model, 1, 1, 0.0, 0.0), Broadcast(1, GOOD))
     assert reason is None if words is None else words in str(reason)
 
 
 def test_extras_are_checked_too_and_examples_must_be_there() -> None:
     bad = Update(0, GOOD, 5, 1, 0.0, 0.0, {"scaffold": {"c": torch.tensor([np.nan])}})
-    assert "scaffold/c" in str(flaw(bad, Broadcast(1, GOOD)))
-    assert "0 examples" in str(flaw(Update(0, GOOD, 0, 1, 0.0, 0.0), Broadcast(1, GOOD)))
+    assert "scaffold/c" in str(validate_update(bad, Broadcast(1, GOOD)))
+    assert "0 examples" in str(validate_update(Update(0, GOOD, 0, 1, 0.0, 0.0), Broadcast(1, GOOD)))

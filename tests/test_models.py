@@ -69,7 +69,7 @@ def test_one_s_own_factory() -> None:
         ({"model": "math:nothing"}, (5,), "can't be imported"),
         ({"model": ":"}, (5,), "can't be imported"),
         ({"model": ".x:y"}, (5,), "can't be imported"),
-        ({"model": "math:pi"}, (5,), "not callable"),
+        ({"model": "math:pi"}, (5,), "must be a function"),
         ({"model": "convnet"}, (5,), "try model = mlp"),
         ({"model": "convnet"}, (1, 4, 4), "to nothing"),
         ({"model": "resnet8", "resnet.width": 9}, (1, 8, 8), "eight divides"),

@@ -8,26 +8,19 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dynafed import data, models, settings
-from dynafed.config import Config, data_folder, parse_override, presets
-from dynafed.engine.compare import compare
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress as RunProgress
-from dynafed.engine.run import Record, Result, resume, run
-from dynafed.engine.stopping import Stopped, StopRequest
-from dynafed.engine.traffic import traffic
 from dynafed.errors import Interrupted, UserError, WorkerDied
-from dynafed.methods import METHODS, Method
-from dynafed.report import write_report
-from dynafed.seeds import Seeds
-from dynafed.synthesis import DynaFedSettings, synthesize
-from dynafed.version import __version__
+
+if TYPE_CHECKING:
+    from dynafed.config import Config
+    from dynafed.engine.run import Result
+    from dynafed.methods import Method
+
+# What a command needs is imported when it runs: `dynafed --help` shouldn't wait for torch.
 
 out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 
@@ -54,15 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from dynafed.version import __version__
+
+        print(f"dynafed {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dynafed", description="Federated learning on clients that are nothing alike."
     )
-    parser.add_argument("--version", action="version", version=f"dynafed {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(to: Any, name: str, command: Any, help: str) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = to.add_parser(name, help=help, description=help)
+    def add(to: Any, name: str, command: Any, about: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = to.add_parser(name, help=about, description=about)
         added.set_defaults(command=command)
         return added
 
@@ -75,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def executed(to: argparse.ArgumentParser) -> None:
         to.add_argument("--data-dir", metavar="DIR", help="where the datasets are (default: $DYNAFED_DATA)")
-        to.add_argument("--engine", metavar="NAME", help="local (processes of our own) or flower (its simulation)")
+        to.add_argument(
+            "--engine", metavar="NAME", help="what trains the clients (default: local, processes of our own)"
+        )
         to.add_argument("--workers", type=int, metavar="N", help="processes; any number gives the same result")
         to.add_argument("--json", action="store_true", help="print one JSON object, the summary, and nothing else")
         to.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
@@ -92,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--seeds", default="0", metavar="0,1,2")
     many.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2", help="also over these values")
     executed(many)
-    alone = add(commands, "synthesize", _synthesize, "Synthesise samples from a folder of checkpoints alone.")
+    alone = add(commands, "synthesize", _synthesize, "Synthesize samples from a folder of checkpoints alone.")
     alone.add_argument("--trajectory", required=True, metavar="DIR", help="safetensors files, oldest first by name")
     alone.add_argument("--model", required=True, metavar="NAME", help="convnet, mlp, ... or package.module:factory")
     alone.add_argument("--shape", required=True, metavar="C,H,W", help="of one sample, such as 1,28,28")
@@ -118,23 +123,23 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="default: report.html in the folder, or here if there are several",
     )
-    for name, command, help in (
+    for name, command, about in (
         ("methods", _methods, "List the methods."),
         ("datasets", _datasets, "List the datasets."),
         ("presets", _presets, "List the presets."),
     ):
-        listing = add(commands, name, command, help)
+        listing = add(commands, name, command, about)
         listing.add_argument("--json", action="store_true")
         if name == "datasets":
             listing.add_argument("--data-dir", default="", metavar="DIR")
     datas = commands.add_parser("data", help="Check or fetch a dataset.").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    for name, command, help in (
+    for name, command, about in (
         ("check", _data_check, "Load a dataset and say what was found."),
         ("fetch", _data_fetch, "Download a dataset's official files."),
     ):
-        each = add(datas, name, command, help)
+        each = add(datas, name, command, about)
         each.add_argument("name", metavar="NAME")
         each.add_argument("--data-dir", default="", metavar="DIR")
         each.add_argument("--json", action="store_true")
@@ -142,33 +147,45 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from dynafed.engine.run import run
+    from dynafed.terminal import ProgressBar
+
     config = _config(args)
-    with Bar(config.method) as bar:
-        result = run(config, out=args.out, progress=bar)
+    with ProgressBar(config.method, err) as bar:
+        result = run(config, out=args.out, callbacks=[bar])
     _show(result, args.json)
 
 
 def _resume(args: argparse.Namespace) -> None:
-    with Bar("resume") as bar:
-        result = resume(args.path, changes=_execution(args), progress=bar)
+    from dynafed.engine.run import resume
+    from dynafed.terminal import ProgressBar
+
+    with ProgressBar("resume", err) as bar:
+        result = resume(args.path, changes=_execution(args), callbacks=[bar])
     _show(result, args.json)
 
 
 def _show(result: Result, as_json: bool) -> None:
+    from dynafed.terminal import percent
+
     page = result.path / "report.html"
     if as_json:
         print(json.dumps(result.summary | {"path": str(result.path), "report": str(page)}))
         return
     summary = result.summary
     out.print(
-        f"{summary['method']} on {summary['dataset']}: {_percent(result.final_accuracy)} ± "
-        f"{_percent(summary['final_std'])} over the last rounds, best {_percent(summary['best'])} in round "
+        f"{summary['method']} on {summary['dataset']}: {percent(result.final_accuracy)} ± "
+        f"{percent(summary['final_std'])} over the last rounds, best {percent(summary['best'])} in round "
         f"{summary['best_round']}, {summary['seconds']:.1f} s\nfiles:  {result.path}\nreport: {page}",
         highlight=False,
     )
 
 
 def _compare(args: argparse.Namespace) -> None:
+    from dynafed.engine.compare import compare
+    from dynafed.report import write_report
+    from dynafed.terminal import ProgressBar, percent
+
     config = _config(args)
     vary = dict(_varied(text) for text in args.vary)
     try:
@@ -177,8 +194,8 @@ def _compare(args: argparse.Namespace) -> None:
         raise UserError(f"--seeds {args.seeds}: expected whole numbers such as 0,1,2") from None
     folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
     try:
-        with Bar("compare") as bar:
-            done = compare(config, args.methods.split(","), seeds, folder, vary=vary, progress=bar.titled)
+        with ProgressBar("compare", err) as bar:
+            done = compare(config, args.methods.split(","), seeds, folder, vary=vary, callbacks=bar.titled)
     except Interrupted:
         raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
     page = write_report([done.path], done.path / "report.html")
@@ -192,8 +209,8 @@ def _compare(args: argparse.Namespace) -> None:
             row["method"],
             *(str(row[key]) for key in vary),
             str(len(row["seeds"])),
-            _percent(row["final_accuracy"]) + (f" ± {100 * row['std']:.2f}" if len(row["seeds"]) > 1 else ""),
-            _percent(row["best"]),
+            percent(row["final_accuracy"]) + (f" ± {100 * row['std']:.2f}" if len(row["seeds"]) > 1 else ""),
+            percent(row["best"]),
             *(["-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}"] if aimed else []),
             f"{row['seconds']:.1f}",
         )
@@ -202,6 +219,14 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _synthesize(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from dynafed import models
+    from dynafed.config import Config, parse_override
+    from dynafed.engine.stopping import Stopped, StopSignal
+    from dynafed.seeds import Seeds
+    from dynafed.synthesis import DynaFedSettings, synthesize
+
     config = Config.load(None, dict(parse_override(text) for text in args.set) | {"model": args.model})
     try:
         shape = tuple(int(side) for side in args.shape.split(","))
@@ -217,11 +242,11 @@ def _synthesize(args: argparse.Namespace) -> None:
     with Progress(*Progress.get_default_columns(), "{task.fields[loss]}", console=err, transient=True) as bar:
         task = bar.add_task("synthesis", total=None, loss="")
 
-        def seen(iteration: int, loss: float, x: Any) -> None:
+        def on_iteration(iteration: int, loss: float, x: Any) -> None:
             losses.append(loss)
             bar.update(task, loss=f"matching loss {sum(losses[-20:]) / len(losses[-20:]):.3f}")
 
-        with StopRequest() as stop:
+        with StopSignal() as stop:
             try:
                 made = synthesize(
                     model,
@@ -230,10 +255,10 @@ def _synthesize(args: argparse.Namespace) -> None:
                     args.classes,
                     config.section("dynafed", DynaFedSettings),
                     args.seed,
-                    work=args.out.with_name(f".{args.out.name}.work"),
-                    check=stop.check,
-                    busy=lambda what, done, total: bar.update(task, completed=done, total=total),
-                    seen=seen,
+                    state_file=args.out.with_name(f".{args.out.name}.work"),
+                    check_stop=stop.check,
+                    progress=lambda what, done, total: bar.update(task, completed=done, total=total),
+                    on_iteration=on_iteration,
                 )
             except Stopped:
                 raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
@@ -250,14 +275,22 @@ def _synthesize(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    from dynafed.report import write_report
+
     print(write_report(args.paths, args.file))
 
 
 def _methods(args: argparse.Namespace) -> None:
+    from dynafed import settings
+    from dynafed.config import Config
+    from dynafed.engine.federation import Federation
+    from dynafed.engine.traffic import traffic
+    from dynafed.methods import METHODS
+
     def described(name: str, kind: type[Method]) -> dict[str, Any]:
         # The extra bytes are those of the default config: the MLP on fmnist-mini, 80 clients.
         samples = 100 if kind.needs.server_data else 0
-        sent = traffic(Plan.make(Config.load(None, {"method": name, "server_samples": samples})))
+        sent = traffic(Federation.create(Config.load(None, {"method": name, "server_samples": samples})))
         return {
             "name": name,
             "summary": kind.summary,
@@ -269,7 +302,7 @@ def _methods(args: argparse.Namespace) -> None:
             "settings": settings.describe(kind.Settings) if kind.Settings else [],
         }
 
-    listed = [described(name, kind) for name, kind in sorted(METHODS.items())]
+    listed = [described(name, METHODS.load(name)) for name in sorted(METHODS.names())]
     _list(listed, args.json, ("name", "summary", "needs", "bytes_up", "bytes_down", "bytes_once", "citation"))
     if not args.json:
         out.print("Bytes beside the model, for the MLP on fmnist-mini: up from and down to each client in a round, and")
@@ -277,19 +310,32 @@ def _methods(args: argparse.Namespace) -> None:
 
 
 def _datasets(args: argparse.Namespace) -> None:
+    from dynafed import data
+    from dynafed.config import data_folder
+
     _list(data.describe(data_folder(args.data_dir)), args.json, ("name", "classes", "shape", "train", "test", "found"))
 
 
 def _presets(args: argparse.Namespace) -> None:
+    from dynafed.config import presets
+
     _list([{"name": name, "about": about} for name, about in presets().items()], args.json, ("name", "about"))
 
 
 def _data_check(args: argparse.Namespace) -> None:
+    from dynafed import data
+    from dynafed.config import data_folder
+
     found = data.check(args.name, data_folder(args.data_dir))
     _list([{"what": key, "value": value} for key, value in found.items()] if not args.json else found, args.json)
 
 
 def _data_fetch(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from dynafed import data
+    from dynafed.config import data_folder
+
     folder = Path(args.data_dir) if args.data_dir else data_folder()
     if folder is None:
         raise UserError("data fetch needs a folder: --data-dir DIR, or the variable DYNAFED_DATA")
@@ -306,6 +352,8 @@ def _data_fetch(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
+    from dynafed.config import Config, parse_override
+
     changes = dict(parse_override(text) for text in args.set) | _execution(args)
     return Config.load(args.source or "demo", changes)
 
@@ -321,6 +369,8 @@ def _execution(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _varied(text: str) -> tuple[str, list[Any]]:
+    from dynafed.config import parse_override
+
     key, _, values = text.partition("=")
     return key, [parse_override(f"{key}={value}")[1] for value in values.split(",")]
 
@@ -336,56 +386,3 @@ def _list(rows: Any, as_json: bool, columns: Sequence[str] = ()) -> None:
     for row in rows:
         table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
     out.print(table)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-class Bar(RunProgress):
-    """The progress bar of one or several runs, on standard error; nothing where that isn't a terminal."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("round {task.completed}/{task.total}"),
-            TextColumn("{task.fields[accuracy]}"),
-            TextColumn("{task.fields[pace]}"),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self.task: Any = None
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def titled(self, title: str) -> Bar:
-        """Begin the next run's bar."""
-        if self.task is not None:
-            self.bar.remove_task(self.task)
-            self.bar.stop()
-        self.title, self.task = title, None
-        return self
-
-    def busy(self, what: str, done: int, total: int) -> None:
-        """Show long work of the server in the round's place."""
-        if self.task is not None:
-            self.bar.update(self.task, pace=f"{what} {done}/{total}")
-
-    def round(self, record: Record, config: Config) -> None:
-        """Show a finished round."""
-        # Started only now: the worker processes are forked before the bar has a thread of its own.
-        if self.task is None:
-            self.bar.start()
-            self.task = self.bar.add_task(self.title, total=config.rounds, accuracy="", pace="")
-        fields: dict[str, Any] = {"pace": f"{record['seconds']:.2f} s a round"}
-        if "accuracy" in record:
-            fields["accuracy"] = f"accuracy {_percent(record['accuracy'])}"
-        self.bar.update(self.task, completed=record["round"], **fields)

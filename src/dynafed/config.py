@@ -15,15 +15,12 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from dynafed import data, methods, models
 from dynafed.errors import UserError
-from dynafed.optim import OPTIMIZERS
 from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
 
-SECTIONS: Mapping[str, type[Any]] = {**models.SECTIONS, **methods.SECTIONS}
-"""Every section a config may have: one per model family, one per method that has settings of its own."""
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +32,7 @@ class Config:
     seed: int = setting(0, "the one number behind every random draw", low=0)
 
     dataset: str = setting("fmnist-mini", "a name from `dynafed datasets`, or hf:NAME")
-    partition: str = setting("dirichlet-balanced", "who gets which samples", choices=(*data.PARTITIONS.names(), "custom"))
+    partition: str = setting("dirichlet-balanced", "who gets which samples")
     alpha: float = setting(0.1, "Dirichlet concentration: the smaller, the more unlike the clients", above=0)
     classes_per_client: int = setting(2, "for partition = shards", low=1)
     min_samples: int = setting(1, "no client gets fewer; 0 allows empty clients", low=0)
@@ -54,12 +51,12 @@ class Config:
     participation: float = setting(0.4, "share of the clients sampled in a round", above=0, high=1)
     clients_per_round: int = setting(0, "sampled in a round, instead of a share (0: use participation)", low=0)
     local_epochs: int = setting(1, "passes over a client's data in a round", low=1)
-    local_steps: int = setting(0, "optimiser steps in a round, instead of epochs (0: use local_epochs)", low=0)
+    local_steps: int = setting(0, "optimizer steps in a round, instead of epochs (0: use local_epochs)", low=0)
     batch_size: int = setting(32, "samples in a local step", low=1)
     optimizer: str = setting("adam", "of the clients", choices=OPTIMIZERS)
     lr: float = setting(1e-3, "local learning rate in round 1", above=0)
     momentum: float = setting(0.9, "for optimizer = momentum", low=0, high=1)
-    weight_decay: float = setting(0.0, "of the local optimiser", low=0)
+    weight_decay: float = setting(0.0, "of the local optimizer", low=0)
     schedule: str = setting(
         "constant",
         "learning rate over rounds r = 0, 1, ...: lr, lr*decay^r, lr*(1+cos(pi*r/rounds))/2 or lr/(1+decay*r)",
@@ -67,7 +64,7 @@ class Config:
     )
     lr_decay: float = setting(0.99, "for schedule = exponential or inverse", low=0)
     client_state: str = setting(
-        "fresh", "whether a client's optimiser starts anew each round", choices=("fresh", "persistent")
+        "fresh", "whether a client's optimizer starts anew each round", choices=("fresh", "persistent")
     )
     weighting: str = setting("uniform", "of the clients in the average", choices=("uniform", "examples"))
 
@@ -84,22 +81,26 @@ class Config:
     )
     max_repeats: int = setting(10, "a round that fails this often is skipped", low=0)
 
-    checkpoint_every: int = setting(10, "rounds between checkpoints", low=1)
-    keep_checkpoints: int = setting(2, "older ones are deleted", low=1)
-    client_memory_mb: int = setting(1024, "clients' states beyond this live on disk", low=0)
-    device: str = setting("cpu", "cpu, cuda, cuda:N or mps")
-    engine: str = setting(
-        "local", "who trains the clients: processes of our own, or Flower", choices=("local", "flower")
+    update_transforms: tuple[str, ...] = setting((), "what changes a client's update before it is sent, in this order")
+
+    checkpoint_every: int = setting(10, "rounds between checkpoints", low=1, execution=True)
+    keep_checkpoints: int = setting(2, "older ones are deleted", low=1, execution=True)
+    client_memory_mb: int = setting(1024, "clients' states beyond this live on disk", low=0, execution=True)
+    device: str = setting("cpu", "cpu, cuda, cuda:N or mps", execution=True)
+    engine: str = setting("local", "the backend that trains clients: local is processes of our own", execution=True)
+    workers: int = setting(
+        0, "processes that train clients; any number gives the same bits (0: one a core)", low=0, execution=True
     )
-    workers: int = setting(0, "processes that train clients; any number gives the same bits (0: one a core)", low=0)
-    threads: int = setting(1, "threads of each worker", low=1)
+    threads: int = setting(1, "threads of each worker", low=1, execution=True)
     kernels: str = setting(
         "auto",
-        "what ConvNet and MLP run on: kernels of our own, compiled here, torch's, or ours if there is much to do",
+        "what the network runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
         choices=("auto", "own", "torch"),
+        execution=True,
     )
-    record: bool = setting(True, "whether training steps are recorded and replayed once there were many")
-    data_dir: str = setting("", "where the datasets are; else the variable DYNAFED_DATA")
+    record: bool = setting(True, "whether training steps are traced and replayed once there were many", execution=True)
+    data_dir: str = setting("", "where the datasets are; else the variable DYNAFED_DATA", execution=True)
+    callbacks: tuple[str, ...] = setting((), "what follows the run: names, or package.module:Name", execution=True)
 
     sections: Mapping[str, Any] = field(default_factory=dict)
 
@@ -119,18 +120,18 @@ class Config:
             raise UserError("unknown key 'sections': a section is a table of its own, such as [mlp]")
         given = {name: values.pop(name) for name in list(values) if isinstance(values[name], Mapping)}
         config = build(cls, values)
-        for name in given:
-            if name not in SECTIONS:
-                raise UserError(f"unknown section '{name}': {nearest(name, SECTIONS)}")
+        config.check_names()
         used = config.used_sections()
+        known = {**_installed_sections(), **used} if given.keys() - used.keys() else used
+        for name in given:
+            if name not in known:
+                raise UserError(f"unknown section '{name}': {nearest(name, known)}")
         sections = {
             name: build(kind, given.get(name, {}), f"{name}.")
-            for name, kind in SECTIONS.items()
+            for name, kind in known.items()
             if name in given or name in used
         }
         config = dataclasses.replace(config, sections=sections)
-        data.check_name(config.dataset)
-        models.check_name(config.model)
         if config.evaluate == "validation" and not config.validation_samples:
             raise UserError("evaluate = 'validation' needs validation_samples > 0")
         if config.schedule == "exponential" and config.lr_decay > 1:
@@ -141,8 +142,27 @@ class Config:
             raise UserError(f"min_survivors = {config.min_survivors} is more than the {config.sampled} sampled a round")
         if config.watch and max(config.watch) >= config.clients:
             raise UserError(f"watch = {list(config.watch)} names a client beyond the last, {config.clients - 1}")
+        from dynafed import methods
+
         methods.compose(config)
         return config
+
+    def check_names(self) -> None:
+        """Refuse names that no part has: dataset, partition, model, engine, callbacks, transforms."""
+        from dynafed import data, models
+        from dynafed.callbacks import CALLBACKS
+        from dynafed.engine.backend import BACKENDS
+        from dynafed.transforms import TRANSFORMS
+
+        data.check_name(self.dataset)
+        if self.partition != "custom":
+            data.PARTITIONS.check(self.partition)
+        models.check_name(self.model)
+        BACKENDS.check(self.engine)
+        for name in self.callbacks:
+            CALLBACKS.check(name)
+        for name in self.update_transforms:
+            TRANSFORMS.check(name)
 
     def replace(self, **changes: Any) -> Config:
         """A checked copy with some keys changed; dotted keys go in a dict: `replace(**{"mlp.width": 64})`."""
@@ -167,9 +187,27 @@ class Config:
         assert isinstance(section, kind)
         return section
 
-    def used_sections(self) -> list[str]:
-        """The names of the sections that this config's methods and model read."""
-        return [*methods.split(self.method), models.section_name(self.model)]
+    def used_sections(self) -> dict[str, type[Any]]:
+        """The sections that the parts of this config read, and their types."""
+        from dynafed import methods, models
+        from dynafed.callbacks import CALLBACKS
+        from dynafed.transforms import TRANSFORMS
+
+        parts: list[Any] = [CALLBACKS.load(name) for name in self.callbacks]
+        parts += [TRANSFORMS.load(name) for name in self.update_transforms]
+        return {
+            **models.section_types([self.model]),
+            **methods.section_types(methods.load(self.method)),
+            **{part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None},
+        }
+
+    def deciding(self) -> dict[str, Any]:
+        """What decides the result: not how it is executed, nor settings of parts that aren't used."""
+        unused = self.sections.keys() - self.used_sections().keys()
+        kept = {key: value for key, value in self.to_dict().items() if key not in EXECUTION_KEYS | unused}
+        if not self.update_transforms:  # folders of older runs don't know the key
+            del kept["update_transforms"]
+        return kept
 
     @property
     def sampled(self) -> int:
@@ -192,6 +230,38 @@ class Config:
     def data_folder(self) -> Path | None:
         """Where datasets are looked for, if the user said so."""
         return data_folder(self.data_dir)
+
+
+EXECUTION_KEYS = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("execution"))
+"""Keys that decide how a run is executed, not what it computes."""
+
+
+def _installed_sections() -> dict[str, type[Any]]:
+    """The sections of all methods and models that are known by name."""
+    from dynafed import methods, models
+
+    kinds = [methods.METHODS.load(name) for name in methods.METHODS.names()]
+    return {**models.section_types(models.MODELS.names()), **methods.section_types(kinds)}
+
+
+def kernel_choice(config: Config) -> str:
+    """The config's `kernels`, unless the variable DYNAFED_KERNELS says otherwise."""
+    choice = os.environ.get("DYNAFED_KERNELS") or config.kernels
+    if choice not in ("auto", "own", "torch"):
+        raise UserError(f"DYNAFED_KERNELS = '{choice}' is not one of auto, own, torch")
+    return choice
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: the variable DYNAFED_CACHE, else the user's cache."""
+    if given := os.environ.get("DYNAFED_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
+
+
+def compiler_name() -> str:
+    """The C++ compiler that the variable CXX names."""
+    return os.environ.get("CXX", "c++")
 
 
 def data_folder(given: str = "") -> Path | None:

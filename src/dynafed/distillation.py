@@ -10,22 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed import optim, tree
-from dynafed.record import slopes
+from dynafed.problem import Problem
+from dynafed.tracing import gradient_function
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
-    from dynafed.methods.base import Server
+    from dynafed.methods.base import ServerContext
 
 LOOK_EVERY = 20
 """Steps between two looks at how it gets on."""
 
 
-def distil(
+def distill(
     name: str,
     model: Tree,
     targets: Tensor,
-    server: Server,
+    server: ServerContext,
     *,
     optimizer: str,
     batch_size: int,
@@ -37,23 +37,23 @@ def distil(
     After each step comes how many are done, and the student's weights as they are at that moment. `rate` is the
     learning rate at each step, the first being 0.
     """
-    plan = server.plan
-    x, _ = plan.server_data()
-    student = tree.by_columns(tree.to(tree.clone(model), plan.device), plan.matrices)
-    taught = optim.Optimizer(optimizer, [student[name] for name in plan.trainable], rate(0))
-    gradients = slopes(plan.recorder, name, partial(_divergence, plan), student, plan.trainable)
-    order = optim.batches((x, targets), batch_size, steps, plan.seeds.rng(name, server.round))
-    with plan.seeds.torch_seeded(name, server.round):
+    problem = server.problem
+    x, _ = server.samples
+    student = problem.to_device(tree.clone_contiguous(model))
+    taught = optim.Optimizer(optimizer, [student[name] for name in problem.trainable], rate(0))
+    gradients = gradient_function(problem.tracer, name, partial(_divergence, problem), student, problem.trainable)
+    order = optim.batches((x, targets), batch_size, steps, problem.seeds.rng(name, server.round))
+    with problem.seeds.torch_seeded(name, server.round):
         for step, (batch, wanted) in enumerate(order):
-            plan.module.train()
+            problem.network.train()
             taught.lr = rate(step)
             taught.step(gradients(batch, wanted))
             if step % LOOK_EVERY == 0:
-                server.host.check()
-                server.host.busy("distillation", step, steps)
+                server.runtime.check_stop()
+                server.runtime.progress("distillation", step, steps)
             yield step + 1, student
 
 
-def _divergence(plan: Plan, weights: Tree, x: Tensor, targets: Tensor) -> Tensor:
+def _divergence(problem: Problem, weights: Tree, x: Tensor, targets: Tensor) -> Tensor:
     """From the targets to what the network says, the mean over a batch."""
-    return F.kl_div(plan.forward(weights, x).log_softmax(1), targets, reduction="batchmean")
+    return F.kl_div(problem.forward(weights, x).log_softmax(1), targets, reduction="batchmean")

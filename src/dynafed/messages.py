@@ -53,42 +53,42 @@ class Update:
         return tree.nbytes(self.model) + tree.nbytes(tree.nest(self.extras))
 
 
-def flaw(update: Update, broadcast: Broadcast, layout: Mapping[str, Tree] | None = None) -> str | None:
-    """Why this update must not be averaged, or None if it is sound; `layout` is what its extras must look like."""
+def validate_update(update: Update, broadcast: Broadcast, extras_spec: Mapping[str, Tree] | None = None) -> str | None:
+    """Returns why this update must not be averaged, or None if it is sound."""
     if update.failure:
         return update.failure
     if update.examples < 1:
         return f"trained on {update.examples} examples"
-    if reason := _mismatch(update.model, broadcast.model):
+    if reason := _validate_tensors(update.model, broadcast.model):
         return reason
     extras = tree.nest(update.extras)
-    if layout is not None and (reason := _mismatch(extras, tree.nest(layout))):
+    if extras_spec is not None and (reason := _validate_tensors(extras, tree.nest(extras_spec))):
         return reason
-    return not_finite(update.model | extras)
+    return validate_finite(update.model | extras)
 
 
-def enrolment_flaw(sent: Tree, layout: Tree) -> str | None:
-    """Why an enrolment must not count, or None if it is sound; `layout` is what it must look like without its rows."""
-    if any(tensor.dim() == 0 for tensor in sent.values()):
+def validate_setup(setup: Tree, spec: Tree) -> str | None:
+    """Returns why a client's set-up must not count, or None if it is sound; `spec` is its layout without the rows."""
+    if any(tensor.dim() == 0 for tensor in setup.values()):
         return "it holds a single number"
-    if reason := _mismatch({name: tensor[:0] for name, tensor in sent.items()}, layout):
+    if reason := _validate_tensors({name: tensor[:0] for name, tensor in setup.items()}, spec):
         return reason
-    if len({len(tensor) for tensor in sent.values()}) > 1:
+    if len({len(tensor) for tensor in setup.values()}) > 1:
         return "its tensors differ in their rows"
-    return not_finite(sent)
+    return validate_finite(setup)
 
 
-def not_finite(sent: Tree) -> str | None:
-    """A sentence about the first tensor with NaN or infinity, if there is one."""
-    for name, tensor in sent.items():
+def validate_finite(tensors: Tree) -> str | None:
+    """Returns a sentence about the first tensor with NaN or infinity, if there is one."""
+    for name, tensor in tensors.items():
         # A finite sum proves that all are finite in a tenth of the time; one that isn't may only be too large.
         if tensor.is_floating_point() and not (math.isfinite(tensor.sum()) or torch.isfinite(tensor).all()):
             return f"'{name}' holds NaN or infinity"
     return None
 
 
-def misfit(got: Tree, expected: Tree) -> str | None:
-    """A sentence about the first name that is missing or not expected, or the first shape that differs."""
+def validate_layout(got: Tree, expected: Tree) -> str | None:
+    """Returns a sentence about the first name that is missing or not expected, or the first shape that differs."""
     if missing := sorted(expected.keys() - got.keys()):
         return f"'{missing[0]}' is missing"
     if unknown := sorted(got.keys() - expected.keys()):
@@ -99,8 +99,8 @@ def misfit(got: Tree, expected: Tree) -> str | None:
     return None
 
 
-def _mismatch(got: Tree, expected: Tree) -> str | None:
-    if reason := misfit(got, expected):
+def _validate_tensors(got: Tree, expected: Tree) -> str | None:
+    if reason := validate_layout(got, expected):
         return reason
     for name, tensor in expected.items():
         if got[name].dtype != tensor.dtype:

@@ -1,18 +1,19 @@
-"""The paper's networks, and anybody's own. Each of ours is `head(features(x))`, so methods can look at the features."""
+"""The paper's networks, and anybody's own. Each of ours is `head(features(x))`, for methods that use the features."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dynafed.errors import UserError, first_line
-from dynafed.settings import nearest, setting
+from dynafed.registry import Registry
+from dynafed.settings import setting
 
 if TYPE_CHECKING:
     from dynafed.config import Config
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Factory = Callable[..., nn.Module]
 """Makes a fresh model; called with (shape of a sample, number of classes) if it needs two arguments, else with none."""
-
-CPU = torch.device("cpu")
 
 NORMS = ("instance", "group", "layer", "batch", "none")
 
@@ -51,10 +50,6 @@ class ResNetSettings:
     norm: str = setting("group", "group is GroupNorm with eight groups", choices=NORMS)
 
 
-SECTIONS: dict[str, type[Any]] = {"convnet": ConvNetSettings, "mlp": MLPSettings, "resnet": ResNetSettings}
-NAMES = ("convnet", "mlp", "resnet8", "resnet18")
-
-
 class Classifier(nn.Module):
     """A network in two parts: `features` maps a sample to a vector, `head` is one linear layer over it."""
 
@@ -69,77 +64,6 @@ class Classifier(nn.Module):
         return logits
 
 
-class Features(nn.Sequential):
-    """Layers for which there are kernels of our own."""
-
-    own_kernels: bool | None = None
-    """Whether they run on `dynafed.kernels`; None while nobody has decided."""
-
-    @property
-    def width(self) -> int:
-        """Channels of every block, or units of every layer."""
-        return len(next(self.parameters(), ()))
-
-    def fit_kernels(self) -> bool:
-        """Whether our kernels can do them."""
-        from dynafed.kernels.build import CPP, lanes
-
-        first = next(self.parameters(), None)
-        if first is None or first.device.type != "cpu" or first.dtype not in CPP:
-            return False
-        return self.width % lanes(first.dtype) == 0
-
-
-class Layers(Features):
-    """The MLP's features: linear layers and ReLUs. It is steps of local training that our kernel does, as a whole."""
-
-    def fit_kernels(self) -> bool:
-        """Whether our kernel can do every layer: in single precision."""
-        return super().fit_kernels() and next(self.parameters()).dtype == torch.float32
-
-
-class Blocks(Features):
-    """The ConvNet's features: blocks of convolution, norm, ReLU and pooling, then all in a row."""
-
-    def fit_kernels(self) -> bool:
-        """Whether our kernels can do every block: with instance norm."""
-        norms = list(self)[1::4]
-        return super().fit_kernels() and all(
-            isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels for norm in norms
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features of a batch."""
-        if not (self.own_kernels and self._suit(x)):
-            plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-            return plain
-        from dynafed.kernels.ops import block
-
-        *layers, flatten = cast(Iterable[Any], self)
-        for convolve, norm in zip(layers[::4], layers[1::4], strict=True):
-            x = block(x, convolve.weight, convolve.bias, norm.weight, norm.bias, convolve.padding[0], norm.eps)
-        flat: Tensor = flatten(x)
-        return flat
-
-    def _suit(self, x: Tensor) -> bool:
-        """Whether our kernels can take it: the network may have been moved or sent away since that was decided."""
-        from dynafed.kernels.build import CPP, library
-
-        weight = next(self.parameters())
-        return x.device == weight.device == CPU and x.dtype == weight.dtype in CPP and library() is not None
-
-
-def is_plain_mlp(module: nn.Module) -> bool:
-    """Whether it is our MLP as it is, with nothing frozen or replaced."""
-    return (
-        type(module) is Classifier
-        and isinstance(module.features, Layers)
-        and type(module.head) is nn.Linear
-        and all(parameter.requires_grad for parameter in module.parameters())
-        and len(list(module.parameters())) == 2 * sum(type(layer) is nn.Linear for layer in module.modules())
-    )
-
-
 def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:
     """Fully connected ReLU layers on the flattened sample: 784-128-128-10 in the paper."""
     layers: list[nn.Module] = [nn.Flatten()]
@@ -147,7 +71,7 @@ def mlp(shape: Shape, classes: int, settings: MLPSettings) -> Classifier:
     for _ in range(settings.depth):
         layers += [nn.Linear(width, settings.width), nn.ReLU()]
         width = settings.width
-    return Classifier(Layers(*layers), width, classes)
+    return Classifier(nn.Sequential(*layers), width, classes)
 
 
 def convnet(shape: Shape, classes: int, settings: ConvNetSettings) -> Classifier:
@@ -166,7 +90,7 @@ def convnet(shape: Shape, classes: int, settings: ConvNetSettings) -> Classifier
             nn.AvgPool2d(2),
         ]
         channels = settings.width
-    return Classifier(Blocks(*layers, nn.Flatten()), channels * height * width, classes)
+    return Classifier(nn.Sequential(*layers, nn.Flatten()), channels * height * width, classes)
 
 
 class _Residual(nn.Module):
@@ -193,7 +117,7 @@ class _Residual(nn.Module):
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet(shape: Shape, classes: int, settings: ResNetSettings, stages: tuple[int, ...], width: int) -> Classifier:
+def resnet(shape: Shape, classes: int, settings: ResNetSettings, *, stages: tuple[int, ...], width: int) -> Classifier:
     """A residual network for small images: `stages[i]` blocks with `width * 2**i` channels."""
     channels, _, _ = _image(shape, "resnet")
     width = settings.width or width
@@ -211,15 +135,38 @@ def resnet(shape: Shape, classes: int, settings: ResNetSettings, stages: tuple[i
     return Classifier(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), inputs, classes)
 
 
-def section_name(model: str) -> str:
-    """The config section that belongs to a model."""
-    return "resnet" if model.startswith("resnet") else model
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family of networks with settings of its own: `build(shape, classes, settings)` makes one."""
+
+    build: Callable[[Shape, int, Any], nn.Module]
+    section: str = ""
+    """The config's section that holds the settings."""
+    Settings: type[Any] | None = None
+
+
+MODELS: Registry[ModelSpec | Factory] = Registry(
+    "model",
+    {
+        "convnet": ModelSpec(convnet, "convnet", ConvNetSettings),
+        "mlp": ModelSpec(mlp, "mlp", MLPSettings),
+        "resnet8": ModelSpec(partial(resnet, stages=(1, 1, 1), width=16), "resnet", ResNetSettings),
+        "resnet18": ModelSpec(partial(resnet, stages=(2, 2, 2, 2), width=64), "resnet", ResNetSettings),
+    },
+)
+"""Networks by name. Another package's is a `ModelSpec`, or a factory of an `nn.Module`."""
+
+
+def section_types(models: Iterable[str]) -> dict[str, type[Any]]:
+    """The settings of these models, by section."""
+    specs = [spec for name in models if name != "custom" and isinstance(spec := MODELS.load(name), ModelSpec)]
+    return {spec.section: spec.Settings for spec in specs if spec.Settings is not None}
 
 
 def check_name(model: str) -> None:
-    """Refuse a name that is neither one of ours nor `package.module:factory`."""
-    if model not in NAMES and ":" not in model and model != "custom":
-        raise UserError(f"unknown model '{model}': {nearest(model, NAMES)} (your own: package.module:factory)")
+    """Refuse a name that can't be a model's."""
+    if model != "custom":
+        MODELS.check(model)
 
 
 def build(config: Config, shape: Shape, classes: int, factory: Factory | None = None) -> nn.Module:
@@ -228,20 +175,20 @@ def build(config: Config, shape: Shape, classes: int, factory: Factory | None = 
         return from_factory(factory, shape, classes)
     if config.model == "custom":
         raise UserError("model = 'custom' stands for a factory given in Python: pass it again as model=...")
-    if ":" in config.model:
-        return from_factory(_imported(config.model), shape, classes)
-    if config.model == "mlp":
-        return mlp(shape, classes, config.section("mlp", MLPSettings))
-    if config.model == "convnet":
-        return convnet(shape, classes, config.section("convnet", ConvNetSettings))
-    stages, width = {"resnet8": ((1, 1, 1), 16), "resnet18": ((2, 2, 2, 2), 64)}[config.model]
-    return resnet(shape, classes, config.section("resnet", ResNetSettings), stages, width)
+    spec = MODELS.load(config.model)
+    if not isinstance(spec, ModelSpec):
+        return from_factory(spec, shape, classes, config.model)
+    settings = config.section(spec.section, spec.Settings) if spec.Settings else None
+    return spec.build(shape, classes, settings)
 
 
-def from_factory(factory: Factory, shape: Shape, classes: int) -> nn.Module:
+def from_factory(factory: Factory, shape: Shape, classes: int, name: str = "") -> nn.Module:
     """A fresh model from the user's own factory."""
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise UserError(f"model must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}")
+        named = f" = '{name}'" if name else ""
+        raise UserError(
+            f"model{named} must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}"
+        )
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # a few built-in callables don't tell
@@ -288,14 +235,3 @@ def _image(shape: Shape, model: str) -> tuple[int, int, int]:
             f"{model} wants images (channels, height, width), not samples of shape {shape}: try model = mlp"
         )
     return shape[0], shape[1], shape[2]
-
-
-def _imported(path: str) -> Factory:
-    module, _, name = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"model = '{path}' can't be imported: {error}") from None
-    if not callable(factory):
-        raise UserError(f"model = '{path}' is not callable")
-    return factory  # type: ignore[no-any-return]

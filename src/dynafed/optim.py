@@ -1,4 +1,4 @@
-"""The parts of a training loop: the order of the batches, and optimisers by name whose moments are trees."""
+"""The parts of a training loop: the order of the batches, and optimizers by name whose state is a tree."""
 
 from __future__ import annotations
 
@@ -14,56 +14,55 @@ from dynafed.tree import Tree
 inference: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """What torch.inference_mode is made of, for where its Python counts: `with inference(True)`."""
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 ADAMS = ("adam", "adamw")
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's."""
 
 
 class Optimizer:
-    """Changes tensors in place by their gradients: torch.optim's fused kernels, without the bookkeeping around them."""
+    """Updates tensors in place: torch.optim's fused kernels without the bookkeeping around them."""
 
     def __init__(
         self, name: str, params: Sequence[Tensor], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0
     ) -> None:
         self.name, self.lr, self.weight_decay = name, lr, weight_decay
         self.momentum = momentum if name == "momentum" else 0.0
-        # The fused kernels go through memory as it lies: a matrix that lies column by column is given transposed.
-        self.turned = [_lies_by_columns(parameter) for parameter in params]
-        self.params = self.as_they_lie([parameter.detach() for parameter in params])
+        # The fused kernels walk through memory in order: a column-major matrix is given transposed.
+        self.transposed = [_is_column_major(parameter) for parameter in params]
+        self.params = self.kernel_layout([parameter.detach() for parameter in params])
         if any(own.data_ptr() != given.data_ptr() for own, given in zip(self.params, params, strict=True)):
             raise ValueError("every parameter must be contiguous, or its transpose")
-        self.kept: dict[str, list[Tensor]] = {}
+        self.moments: dict[str, list[Tensor]] = {}
         if name in ADAMS:
-            self.kept = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
+            self.moments = {moment: [torch.zeros_like(p) for p in self.params] for moment in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), device=self.params[0].device)
-            self.kept["step"] = [step] * len(self.params)  # one number, that all parameters share
+            self.moments["step"] = [step] * len(self.params)  # one number that all parameters share
             self.counter: Any = step.numpy() if step.device.type == "cpu" else step  # torch would take 10 us to add 1
         elif self.momentum:
-            self.kept["momentum_buffer"] = [torch.zeros_like(p) for p in self.params]
+            self.moments["momentum_buffer"] = [torch.zeros_like(p) for p in self.params]
 
     def step(self, grads: Sequence[Tensor]) -> None:
         """Change the parameters by their gradients, given in the same order."""
         with inference(True):
-            self.step_by(self.as_they_lie(grads))
+            self.step_kernel_layout(self.kernel_layout(grads))
 
-    def as_they_lie(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters, or gradients in their order, as the kernels take them."""
-        pairs = zip(tensors, self.turned, strict=True)
-        return [(tensor.t() if turned else tensor).contiguous() for tensor, turned in pairs]
+    def kernel_layout(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters, or gradients in their order, as the fused kernels take them: contiguous."""
+        pairs = zip(tensors, self.transposed, strict=True)
+        return [(tensor.t() if transposed else tensor).contiguous() for tensor, transposed in pairs]
 
-    def step_by(self, grads: list[Tensor]) -> None:
-        """A step by gradients that have been through `as_they_lie`; to be called in inference mode."""
+    def step_kernel_layout(self, grads: list[Tensor]) -> None:
+        """One step by gradients in `kernel_layout`. Called in inference mode."""
         if self.name in ADAMS:
             kernel = torch._fused_adam_ if self.name == "adam" else torch._fused_adamw_
             self.counter += 1
             kernel(
                 self.params,
                 grads,
-                self.kept["exp_avg"],
-                self.kept["exp_avg_sq"],
+                self.moments["exp_avg"],
+                self.moments["exp_avg_sq"],
                 [],
-                self.kept["step"],
+                self.moments["step"],
                 lr=self.lr,
                 beta1=BETAS[0],
                 beta2=BETAS[1],
@@ -76,7 +75,7 @@ class Optimizer:
             torch._fused_sgd_(
                 self.params,
                 grads,
-                self.kept.get("momentum_buffer", []),
+                self.moments.get("momentum_buffer", []),
                 weight_decay=self.weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
@@ -86,39 +85,39 @@ class Optimizer:
                 is_first_step=False,
             )
 
-    def moments(self) -> Tree:
-        """What it remembers, named `<parameter's number>.<moment>`."""
+    def state(self) -> Tree:
+        """A copy of the moments, named `<parameter's index>.<moment>`."""
         return {
-            f"{number}.{moment}": (tensor.t() if turned and tensor.ndim else tensor).clone()
-            for moment, tensors in self.kept.items()
-            for number, (tensor, turned) in enumerate(zip(tensors, self.turned, strict=True))
+            f"{index}.{moment}": (tensor.t() if transposed and tensor.ndim else tensor).clone()
+            for moment, tensors in self.moments.items()
+            for index, (tensor, transposed) in enumerate(zip(tensors, self.transposed, strict=True))
         }
 
-    def restore(self, saved: Tree) -> None:
-        """Take over what another one of the same kind remembered; nothing if there is nothing."""
+    def load_state(self, saved: Tree) -> None:
+        """Load what `state` of an optimizer of the same kind returned; an empty tree changes nothing."""
         for key, value in saved.items():
-            number, _, moment = key.partition(".")
-            own = self.kept[moment][int(number)]
-            value = value.t() if self.turned[int(number)] and value.ndim else value
+            index, _, moment = key.partition(".")
+            own = self.moments[moment][int(index)]
+            value = value.t() if self.transposed[int(index)] and value.ndim else value
             # Moments go by position, and would be spread over a parameter of another shape in silence.
             if value.shape != own.shape:
                 raise ValueError(f"moment {key} has shape {tuple(value.shape)}: the parameters are in another order")
             own.copy_(value)
 
 
-def _lies_by_columns(tensor: Tensor) -> bool:
+def _is_column_major(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
 
 
-def orders(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Which samples are seen in batches of `size`: a fresh shuffle every epoch, whose last batch may be short."""
+def epoch_orders(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yields a fresh shuffle of the samples for each epoch, cut off after `steps` batches of `size` in all."""
     while steps > 0:
         order = rng.permutation(samples)[: steps * size]
         steps -= -(-len(order) // size)
         yield order
 
 
-def split(tensors: Sequence[Tensor], order: np.ndarray, size: int) -> Iterator[tuple[Tensor, ...]]:
+def split_batches(tensors: Sequence[Tensor], order: np.ndarray, size: int) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of each tensor in this order, in batches."""
     index = torch.from_numpy(order).to(tensors[0].device)
     return zip(*(torch.split(tensor.index_select(0, index), size) for tensor in tensors), strict=True)
@@ -126,5 +125,5 @@ def split(tensors: Sequence[Tensor], order: np.ndarray, size: int) -> Iterator[t
 
 def batches(tensors: Sequence[Tensor], size: int, steps: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of each tensor, step by step."""
-    for order in orders(len(tensors[0]), size, steps, rng):
-        yield from split(tensors, order, size)
+    for order in epoch_orders(len(tensors[0]), size, steps, rng):
+        yield from split_batches(tensors, order, size)

@@ -37,6 +37,10 @@ class Registry(Generic[T]):
             raise UserError(f"two {self.kind}s are called '{name}': {_origin(before)} and {_origin(part)}")
         self._added[name] = part
 
+    def remove(self, name: str) -> None:
+        """Take back what `add` registered."""
+        self._added.pop(name, None)
+
     def names(self) -> list[str]:
         """The names of all parts: built in, installed, added; without duplicates."""
         return list(dict.fromkeys([*self._builtins, *self._installed, *self._added]))

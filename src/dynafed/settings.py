@@ -13,8 +13,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from dynafed.errors import UserError
 
 Group = TypeVar("Group")
@@ -86,8 +84,8 @@ def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
         if isinstance(value, str) or not isinstance(value, list | tuple):
             raise UserError(f"{name} = {value!r} must be a list")
         return tuple(_checked(name, item, typing.get_args(kind)[0], rule) for item in value)
-    if isinstance(value, np.generic):
-        value = value.item()
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # without importing numpy for it
     if kind is float and type(value) is int:
         try:
             value = float(value)

@@ -17,23 +17,23 @@ def map_tensors(function: Callable[..., Tensor], *trees: Mapping[str, Tensor]) -
     return {name: function(*(tree[name] for tree in trees)) for name in trees[0]}
 
 
-def clone(tree: Mapping[str, Tensor]) -> Tree:
-    """A contiguous copy that shares no memory with `tree` (a plain `.cpu()` would, on a CPU)."""
+def clone_contiguous(tree: Mapping[str, Tensor]) -> Tree:
+    """Returns a contiguous copy that shares no memory with `tree` (a plain `.cpu()` would, on a CPU)."""
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tree.items()}
 
 
-def twin(tree: Mapping[str, Tensor]) -> Tree:
-    """A copy that shares no memory with `tree` and lies in memory as it does."""
+def clone(tree: Mapping[str, Tensor]) -> Tree:
+    """Returns a copy that shares no memory with `tree` and has the same strides."""
     return {name: tensor.detach().clone() for name, tensor in tree.items()}
 
 
 def to(tree: Mapping[str, Tensor], device: torch.device | str) -> Tree:
-    """The same tensors on `device`, contiguous: the bits of a product depend on how its factors lie in memory."""
+    """The same tensors on `device`, contiguous: the bits of a product depend on the memory layout of its factors."""
     return {name: tensor.to(device).contiguous() for name, tensor in tree.items()}
 
 
-def by_columns(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
-    """The same tensors, those with these names lying column by column in memory."""
+def column_major(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
+    """The same tensors; the matrices with these names are stored column by column."""
     return {name: tensor.t().contiguous().t() if name in names else tensor for name, tensor in tree.items()}
 
 
@@ -47,7 +47,7 @@ def without(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
     return {name: tensor for name, tensor in tree.items() if name not in names}
 
 
-def by_name(tree: Mapping[str, Tensor]) -> Tree:
+def sorted_by_name(tree: Mapping[str, Tensor]) -> Tree:
     """The same tensors in the order of their names."""
     return {name: tree[name] for name in sorted(tree)}
 
@@ -91,4 +91,4 @@ def unpack(blob: bytes) -> Tree:
 
     The tensors are aligned copies, so that arithmetic on them gives the same bits.
     """
-    return clone(by_name(safetensors.torch.load(blob)))
+    return clone_contiguous(sorted_by_name(safetensors.torch.load(blob)))

@@ -15,7 +15,11 @@ from dynafed import Config, tree
 from dynafed.engine.checkpoint import RunState
 from dynafed.methods import METHODS
 
-METHOD_NAMES = sorted(name for name, kind in METHODS.items() if kind.__module__.startswith("dynafed.methods."))
+METHOD_NAMES = sorted(
+    name
+    for name, kind in ((name, METHODS.load(name)) for name in METHODS.names())
+    if kind.__module__.startswith("dynafed.methods.")
+)
 
 COMPOSITIONS = [
     "fedprox+fedavgm",
@@ -59,7 +63,7 @@ def config(case: str, **changes: Any) -> Config:
     method, _, optimizer = case.partition("@")
     names = method.split("+")
     quick = {f"{name}.{key}": value for name in names for key, value in QUICK.get(name, {}).items()}
-    needs_data = any(METHODS[name].needs.server_data for name in names)
+    needs_data = any(METHODS.load(name).needs.server_data for name in names)
     base = {"method": method, "rounds": 4, "server_samples": 40 if needs_data else 0}
     base |= {"optimizer": optimizer or "sgd", "lr": 0.01 if optimizer else 0.1}
     return tiny(**base | quick | changes)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import CASES, METHOD_NAMES, PARTS, config, disturb, everything, iid, run, timeless
 
 import dynafed
-from dynafed import Config, tree
+from dynafed import tree
+from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.engine.checkpoint import RunState
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress, one_round
+from dynafed.engine.federation import Federation
+from dynafed.engine.processes import ProcessBackend
+from dynafed.engine.run import one_round
 from dynafed.engine.traffic import traffic
-from dynafed.engine.workers import Workers
 from dynafed.messages import Broadcast, Update
-from dynafed.methods import METHODS, Host
+from dynafed.methods import METHODS, ServerRuntime
 from dynafed.settings import describe
 from dynafed.tree import Tree
 
@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 def test_they_are_all_here_and_say_what_they_are() -> None:
     assert set(METHOD_NAMES) >= EXPECTED
     for name in METHOD_NAMES:
-        kind = METHODS[name]
+        kind = METHODS.load(name)
         assert kind.summary
         assert any(year in kind.citation for year in map(str, range(2015, 2100)))
         assert all(field["help"] for field in (describe(kind.Settings) if kind.Settings else []))
@@ -64,37 +64,39 @@ def test_the_same_bits_again_with_two_workers_whatever_the_global_generators(
     assert timeless(again.history) == timeless(once.history)
 
 
-class Crash(Progress):
+class Crash(Callback):
     """Ends the run after a round, without a word to the engine."""
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         if record["round"] == 3:
-            raise RuntimeError("crash")
+            raise SystemExit("crash")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_after_a_crash_it_ends_with_the_same_bits(tmp_path: Path, whole: Whole, case: str) -> None:
-    with pytest.raises(RuntimeError, match="crash"):
-        dynafed.run(config(case), out=tmp_path / "r", progress=Crash(), **PARTS)
+    with pytest.raises(SystemExit, match="crash"):
+        dynafed.run(config(case), out=tmp_path / "r", callbacks=[Crash()], **PARTS)
     assert [folder.name for folder in (tmp_path / "r" / "checkpoint").iterdir()] == ["round-000002"]
     resumed = dynafed.resume(tmp_path / "r", **PARTS)
     assert everything(resumed.state) == everything(whole(case).state)
     assert timeless(resumed.history) == timeless(whole(case).history)
 
 
-class Tampering(Workers):
+class Tampering(ProcessBackend):
     """In one round, spoils what one client sends, or doesn't let it send at all."""
 
-    def __init__(self, plan: Plan, client: int, round: int, spoil: Callable[[Update], Update] | None) -> None:
-        super().__init__(plan)
+    def __init__(
+        self, federation: Federation, client: int, round: int, spoil: Callable[[Update], Update] | None
+    ) -> None:
+        super().__init__(federation)
         self.client = client
         self.round = round
         self.spoil = spoil
 
     def train(
-        self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], memory_of: Callable[[int], Tree]
+        self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], load_state: Callable[[int], Tree]
     ) -> Iterator[tuple[Update, Tree]]:
-        for update, memory in super().train(broadcast, cohort, memory_of):
+        for update, memory in super().train(broadcast, cohort, load_state):
             if broadcast.round != self.round or update.client != self.client:
                 yield update, memory
             elif self.spoil is not None:
@@ -118,18 +120,19 @@ def bare(update: Update) -> Update:
 @pytest.mark.parametrize("case", CASES)
 def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round: int) -> None:
     """Nor does it take away what the client remembered before."""
-    plan = Plan.make(config(case, participation=1.0), **PARTS)
+    federation = Federation.create(config(case, participation=1.0), **PARTS)
     spoilers: list[Callable[[Update], Update] | None] = [None, nan_model, odd_extras]
-    if plan.methods.layout(plan):
+    if federation.methods.extras_spec(federation.problem):
         spoilers.append(bare)
     left = []
     for number, spoil in enumerate(spoilers):
-        state = RunState.initial(plan, tmp_path / str(number))
+        tampering = Tampering(federation, 2, round, spoil)
+        state = RunState.initial(federation, tampering, tmp_path / str(number))
         rejected = []
-        with Tampering(plan, 2, round, spoil) as workers:
+        with tampering as workers:
             for each in range(1, 4):
                 before = state.clients.load(2)
-                state, record = one_round(plan, state, workers, Host())
+                state, record = one_round(federation, state, workers, ServerRuntime())
                 rejected += [(each, entry["client"]) for entry in record["rejected"]]
                 if each == round:
                     assert tree.digest(state.clients.load(2)) == tree.digest(before)
@@ -141,7 +144,7 @@ def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round: int
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_declared(whole: Whole, case: str) -> None:
     result = whole(case)
-    declared = traffic(result.plan)
+    declared = traffic(result.federation)
     model = tree.nbytes(result.state.model)
     for record in result.history:
         assert record["bytes_up"] == len(record["clients"]) * (model + declared.up)
@@ -152,7 +155,7 @@ def test_the_bytes_are_those_declared(whole: Whole, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_clients_remember_only_what_is_declared(whole: Whole, case: str) -> None:
     result = whole(case)
-    assert bool(result.state.clients.rounds) == result.plan.methods.client.needs.client_memory
+    assert bool(result.state.clients.rounds) == result.federation.methods.clients[0].needs.client_memory
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ from torch import nn
 
 import dynafed
 from dynafed import Config, Interrupted, UserError, tree
+from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.engine import checkpoint
-from dynafed.engine.cohort import sample
-from dynafed.engine.files import sole_owner
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress, read_metrics
+from dynafed.engine.federation import Federation, sample_clients
+from dynafed.engine.files import lock_folder
+from dynafed.engine.processes import ProcessBackend
+from dynafed.engine.summary import read_metrics
 
 
 def bits(result: dynafed.Result) -> str:
@@ -71,13 +72,13 @@ def test_another_seed_gives_another_run(tmp_path: Path, finished: dynafed.Result
     assert bits(run_tiny(tmp_path / "r", seed=1)) != bits(finished)
 
 
-class StopAfter(Progress):
+class StopAfter(Callback):
     """A progress that asks the run to stop, as Ctrl-C would."""
 
     def __init__(self, last: int) -> None:
         self.last = last
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         if record["round"] == self.last:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -88,7 +89,7 @@ def test_resume_ends_with_the_same_bits(tmp_path: Path, stop: int, memory: int) 
     changes = {"client_state": "persistent", "client_memory_mb": memory, "dropout": 0.2}
     whole = run_tiny(tmp_path / "whole", **changes)
     with pytest.raises(Interrupted, match="dynafed resume"):
-        dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=tmp_path / "cut", progress=StopAfter(stop))
+        dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=tmp_path / "cut", callbacks=[StopAfter(stop)])
     assert not (tmp_path / "cut" / "summary.json").exists()
     again = dynafed.resume(tmp_path / "cut", train=TRAIN, test=TEST, changes={"workers": 2})
     assert bits(again) == bits(whole)
@@ -154,15 +155,17 @@ def test_a_run_in_a_thread_needs_no_signals(tmp_path: Path) -> None:
 
 
 def test_dropout_and_stragglers() -> None:
-    plan = Plan.make(tiny(clients=40, participation=1.0, dropout=0.3, stragglers=0.5), train=TRAIN, test=TEST)
-    cohorts = [sample(plan, round) for round in range(1, 26)]
+    federation = Federation.create(
+        tiny(clients=40, participation=1.0, dropout=0.3, stragglers=0.5), train=TRAIN, test=TEST
+    )
+    cohorts = [sample_clients(federation, round_num) for round_num in range(1, 26)]
     dropped = sum(len(cohort.dropped) for cohort in cohorts)
     slow = [work for cohort in cohorts for _, work in cohort.working if work < 1]
     assert 0.25 < dropped / 1000 < 0.35
     assert 0.3 < len(slow) / 1000 < 0.4
     assert 0.4 < np.mean(slow) < 0.6
-    strict = Plan.make(tiny(stragglers=1.0, straggler_policy="drop"), train=TRAIN, test=TEST)
-    assert not sample(strict, 1).working
+    strict = Federation.create(tiny(stragglers=1.0, straggler_policy="drop"), train=TRAIN, test=TEST)
+    assert not sample_clients(strict, 1).working
 
 
 def test_a_round_with_too_few_survivors_is_repeated_or_skipped(tmp_path: Path) -> None:
@@ -179,7 +182,7 @@ def test_a_round_with_too_few_survivors_is_repeated_or_skipped(tmp_path: Path) -
     assert all(record["seconds_clients"] > 0 for record in repeated.history)
     skipped = run_tiny(tmp_path / "b", dropout=1.0, failed_round="skip", rounds=2)
     assert all(record["skipped"] for record in skipped.history)
-    assert bits(skipped) == tree.digest(skipped.plan.initial_model())
+    assert bits(skipped) == tree.digest(skipped.federation.problem.initial_model())
 
 
 def test_diverging_clients_are_rejected_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -206,7 +209,7 @@ def test_one_s_own_parts(tmp_path: Path) -> None:
         clients=[range(0, 20), list(range(10, 40)), np.arange(40, 60)],
         out=tmp_path / "r",
     )
-    assert result.plan.config.clients == 3
+    assert result.federation.config.clients == 3
     assert isinstance(result.model, nn.Sequential)
     with pytest.raises(UserError, match="pass it again"):
         dynafed.resume(tmp_path / "r", train=(images, labels), test=(images, labels), clients=[range(60)] * 3)
@@ -256,7 +259,7 @@ def test_only_the_execution_may_change_on_resume(finished: dynafed.Result) -> No
 
 def test_two_processes_can_t_write_to_one_run(tmp_path: Path) -> None:
     done = run_tiny(tmp_path / "r", rounds=1)
-    with sole_owner(done.path), pytest.raises(UserError, match="another process"), sole_owner(done.path, 0.1):
+    with lock_folder(done.path), pytest.raises(UserError, match="another process"), lock_folder(done.path, 0.1):
         pass
 
 
@@ -265,7 +268,7 @@ def test_retention_keeps_the_newest_sound_checkpoint(tmp_path: Path) -> None:
     for folder in (tmp_path / "r" / "checkpoint").iterdir():
         (folder / "state.json").write_text("{")
     with pytest.raises(Interrupted):
-        dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST, progress=StopAfter(3))
+        dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST, callbacks=[StopAfter(3)])
     kept = sorted(folder.name for folder in (tmp_path / "r" / "checkpoint").iterdir())
     assert kept == ["round-000002", "round-000003"]
     assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(whole)
@@ -301,16 +304,18 @@ def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
 
 
 def test_hold_outs_are_carved_before_the_split(tmp_path: Path) -> None:
-    plan = Plan.make(tiny(server_samples=40, validation_samples=60, evaluate="validation"), train=TRAIN, test=TEST)
-    everything = np.concatenate([plan.server_rows, plan.validation_rows, plan.partition.indices])
+    federation = Federation.create(
+        tiny(server_samples=40, validation_samples=60, evaluate="validation"), train=TRAIN, test=TEST
+    )
+    everything = np.concatenate([federation.server_rows, federation.validation_rows, federation.partition.indices])
     assert sorted(everything) == list(range(400))
-    assert len(plan.server_data()[1]) == 40
-    assert plan.evaluation_size() == 60
+    assert len(federation.server_side.data[1]) == 40
+    assert federation.evaluation_size() == 60
     result = run_tiny(tmp_path / "r", validation_samples=60, evaluate="validation", rounds=1)
     assert result.summary["evaluated_on"] == "validation"
     with pytest.raises(UserError, match="leaves 0 samples"):
         dynafed.run(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(400)], out=tmp_path / "x")
-    own = Plan.make(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(200)] * 8)
+    own = Federation.create(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(200)] * 8)
     assert len(own.server_rows) == 5
     assert own.server_rows.min() >= 200
 
@@ -322,13 +327,13 @@ def test_target_and_rare_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_lost_checkpoint_folder_starts_anew(tmp_path: Path) -> None:
-    plan = Plan.make(tiny(), train=TRAIN, test=TEST)
-    assert checkpoint.load(tmp_path, plan).round == 0
+    federation = Federation.create(tiny(), train=TRAIN, test=TEST)
+    assert checkpoint.load(tmp_path, federation, ProcessBackend(federation)).round == 0
 
 
 def test_a_hundred_thousand_clients_cost_no_more_than_those_sampled(tmp_path: Path) -> None:
     lists = np.arange(100_000)[:, None] % 390 + np.arange(10)
     config = Config.load(None, {"clients": 100_000, "clients_per_round": 32, "rounds": 2, "mlp.width": 8, "workers": 1})
     result = dynafed.run(config, train=TRAIN, test=TEST, clients=list(lists), out=tmp_path / "r")
-    assert result.plan.config.clients == 100_000
+    assert result.federation.config.clients == 100_000
     assert len(result.history[0]["clients"]) == 32

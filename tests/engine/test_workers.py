@@ -15,15 +15,15 @@ from problems import TEST, TRAIN, run_tiny, tiny
 
 import dynafed
 from dynafed import tree
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress
-from dynafed.engine.workers import Workers
+from dynafed.callbacks import Callback, Record, RunContext
+from dynafed.engine.federation import Federation
+from dynafed.engine.processes import ProcessBackend
 from dynafed.errors import WorkerDied
 from dynafed.tree import Tree
 
 
-def crew(count: int) -> Workers:
-    return Workers(Plan.make(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
+def crew(count: int) -> ProcessBackend:
+    return ProcessBackend(Federation.create(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
 
 
 def slow_first(common: Tree, number: int) -> tuple[int, None]:
@@ -47,7 +47,7 @@ def deadly(common: Tree, number: int) -> tuple[bytes, None]:
 def test_results_come_in_the_tasks_order(tasks: int) -> None:
     with crew(3) as workers:
         for _ in range(2):
-            results = workers._ordered(slow_first, {}, ((number,) for number in range(tasks)))
+            results = workers._in_order(slow_first, {}, ((number,) for number in range(tasks)))
             assert [value for value, _ in results] == list(range(tasks))
 
 
@@ -61,7 +61,7 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             yield (number,)
 
     with crew(2) as workers:
-        for taken, _ in enumerate(workers._ordered(slow_first, {}, tasks()), start=1):
+        for taken, _ in enumerate(workers._in_order(slow_first, {}, tasks()), start=1):
             assert asked <= taken + 6
 
 
@@ -73,7 +73,7 @@ def test_large_messages_in_both_directions_never_wait_for_each_other() -> None:
     megabytes = bytes(3 * 2**20)
     common = {"zeros": torch.zeros(len(megabytes), dtype=torch.uint8)}
     with crew(2) as workers:
-        results = workers._ordered(doubled, common, [(megabytes,)] * 9)
+        results = workers._in_order(doubled, common, [(megabytes,)] * 9)
         assert all(value == 2 * megabytes for value, _ in results)
 
 
@@ -84,8 +84,8 @@ def filled(common: Tree, number: int) -> tuple[int, Tree]:
 
 def test_models_come_back_whole_though_their_places_are_used_again() -> None:
     with crew(2) as workers:
-        layout = workers.plan.initial_model()
-        held = list(workers._ordered(filled, layout, ((number,) for number in range(20))))
+        layout = workers.federation.problem.initial_model()
+        held = list(workers._in_order(filled, layout, ((number,) for number in range(20))))
     for number, (value, model) in enumerate(held):
         assert value == number
         assert model.keys() == layout.keys()
@@ -100,24 +100,24 @@ def test_workers_with_several_threads(tmp_path: Path) -> None:
 
 def test_an_error_in_a_worker_is_the_caller_s() -> None:
     with pytest.raises(ValueError, match="three"), crew(2) as workers:
-        list(workers._ordered(broken, {}, ((number,) for number in range(9))))
+        list(workers._in_order(broken, {}, ((number,) for number in range(9))))
 
 
 def test_a_worker_s_death_is_noticed_even_while_it_sends() -> None:
     with pytest.raises(WorkerDied, match="exit code -9"), crew(2) as workers:
-        list(workers._ordered(deadly, {}, ((number,) for number in range(9))))
+        list(workers._in_order(deadly, {}, ((number,) for number in range(9))))
 
 
-class Killer(Progress):
+class Killer(Callback):
     """Kills a worker after some rounds."""
 
-    def round(self, record: dict[str, Any], config: dynafed.Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         if record["round"] == 3:
             multiprocessing.active_children()[0].kill()
 
 
 def test_after_a_worker_s_death_the_run_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match="dynafed resume"):
-        dynafed.run(tiny(workers=2), train=TRAIN, test=TEST, out=tmp_path / "r", progress=Killer())
+        dynafed.run(tiny(workers=2), train=TRAIN, test=TEST, out=tmp_path / "r", callbacks=[Killer()])
     again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)
     assert tree.digest(again.state.model) == tree.digest(run_tiny(tmp_path / "whole").state.model)

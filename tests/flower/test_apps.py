@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from nodes import QUICK, Nodes, Tamper
 
 import dynafed
 from dynafed import Config, UserError, tree
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress, read_metrics
+from dynafed.callbacks import Callback, Record, RunContext
+from dynafed.engine.federation import Federation
+from dynafed.engine.summary import read_metrics
 from dynafed.errors import WorkerDied
 from dynafed.flower import client_app, server_app, wire
 from dynafed.flower.app_config import AppConfig, read_app_config, read_config
@@ -29,27 +30,29 @@ from dynafed.flower.records import to_record
 STATEFUL: dict[str, Any] = {"case": "scaffold+dynafed", "client_state": "persistent", "checkpoint_every": 1}
 
 
-class Federation:
+class FlowerFederation:
     """Nodes that outlive the server, as real ones do."""
 
     def __init__(
         self, nodes: int = 8, folder: Path | None = None, tamper: Tamper | None = None, **settings: Any
     ) -> None:
-        self.plan: Plan
-        self.nodes = Nodes(make_client_app(lambda context: (self.plan, folder)), nodes)
+        self.federation: Federation
+        self.nodes = Nodes(make_client_app(lambda context: (self.federation, folder)), nodes)
         self.nodes.tamper = tamper or self.nodes.tamper
         self.app_config = AppConfig(**{"wait": 0.1, "timeout": 0.1, "num_partitions": nodes} | settings)
 
-    def crew(self, plan: Plan, path: Path) -> FlowerBackend:
-        self.plan = plan
-        return FlowerBackend(plan, self.app_config, self.nodes)
+    def backend(self, federation: Federation, path: Path) -> FlowerBackend:
+        self.federation = federation
+        return FlowerBackend(federation, self.app_config, self.nodes)
 
-    def run(self, out: Path, case: str = "fedavg", progress: Progress | None = None, **changes: Any) -> dynafed.Result:
+    def run(
+        self, out: Path, case: str = "fedavg", callbacks: Sequence[Callback] = (), **changes: Any
+    ) -> dynafed.Result:
         chosen = config(case, engine="flower", **changes)
-        return dynafed.run(chosen, out=out, crew=self.crew, progress=progress, **PARTS)
+        return dynafed.run(chosen, out=out, backend=self.backend, callbacks=callbacks, **PARTS)
 
     def resume(self, out: Path) -> dynafed.Result:
-        return dynafed.resume(out, crew=self.crew, **PARTS)
+        return dynafed.resume(out, backend=self.backend, **PARTS)
 
 
 def in_process(out: Path, case: str = "fedavg", **changes: Any) -> dynafed.Result:
@@ -59,23 +62,23 @@ def in_process(out: Path, case: str = "fedavg", **changes: Any) -> dynafed.Resul
 def everything(result: dynafed.Result) -> dict[str, Any]:
     """Checksums of the model and of each method's state; of the clients' memories, those that the checkpoint lists."""
     parts = {"model": result.state.model} | result.state.server
-    return {name: tree.digest(part) for name, part in parts.items()} | {"clients": result.state.clients.listing()}
+    return {name: tree.digest(part) for name, part in parts.items()} | {"clients": result.state.clients.write_listing()}
 
 
-class Crash(Progress):
+class Crash(Callback):
     """Ends the server after a round, without a word to the engine."""
 
     def __init__(self, round_num: int) -> None:
         self.last = round_num
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
-        if record["round"] == self.last:
-            raise RuntimeError("crash")
+    def on_round_begin(self, run: RunContext, round_num: int) -> None:
+        if round_num == self.last + 1:
+            raise SystemExit("crash")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_ends_with_the_same_bits_as_in_process(tmp_path: Path, case: str) -> None:
-    local, flower = in_process(tmp_path / "local", case), Federation().run(tmp_path / "flower", case)
+    local, flower = in_process(tmp_path / "local", case), FlowerFederation().run(tmp_path / "flower", case)
     assert everything(flower) == everything(local)
     assert timeless(flower.history) == timeless(local.history)
 
@@ -89,7 +92,7 @@ def test_it_ends_with_the_same_bits_as_in_process(tmp_path: Path, case: str) -> 
     ],
 )
 def test_with_three_nodes_for_eight_clients_too(tmp_path: Path, changes: dict[str, Any]) -> None:
-    local, flower = in_process(tmp_path / "local", **changes), Federation(3).run(tmp_path / "flower", **changes)
+    local, flower = in_process(tmp_path / "local", **changes), FlowerFederation(3).run(tmp_path / "flower", **changes)
     assert everything(flower) == everything(local)
     assert timeless(flower.history) == timeless(local.history)
 
@@ -100,33 +103,33 @@ def test_with_three_nodes_for_eight_clients_too(tmp_path: Path, changes: dict[st
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_server_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, every: int) -> None:
     stateful = STATEFUL | {"checkpoint_every": every}
-    local, federation = in_process(tmp_path / "local", **stateful), Federation()
-    with pytest.raises(RuntimeError, match="crash"):
-        federation.run(tmp_path / "flower", progress=Crash(3), **stateful)
+    local, federation = in_process(tmp_path / "local", **stateful), FlowerFederation()
+    with pytest.raises(SystemExit, match="crash"):
+        federation.run(tmp_path / "flower", callbacks=[Crash(3)], **stateful)
     assert everything(federation.resume(tmp_path / "flower")) == everything(local)
 
 
 def test_nodes_that_start_again_remember_what_is_on_their_disk(tmp_path: Path) -> None:
-    local, federation = in_process(tmp_path / "local", **STATEFUL), Federation(folder=tmp_path / "disk")
-    with pytest.raises(RuntimeError, match="crash"):
-        federation.run(tmp_path / "flower", progress=Crash(3), **STATEFUL)
-    assert everything(Federation(folder=tmp_path / "disk").resume(tmp_path / "flower")) == everything(local)
+    local, federation = in_process(tmp_path / "local", **STATEFUL), FlowerFederation(folder=tmp_path / "disk")
+    with pytest.raises(SystemExit, match="crash"):
+        federation.run(tmp_path / "flower", callbacks=[Crash(3)], **STATEFUL)
+    assert everything(FlowerFederation(folder=tmp_path / "disk").resume(tmp_path / "flower")) == everything(local)
 
 
 def test_without_a_disk_they_say_once_what_they_lost_and_start_afresh(tmp_path: Path) -> None:
     everyone = STATEFUL | {"participation": 1.0}
-    with pytest.raises(RuntimeError, match="crash"):
-        Federation().run(tmp_path / "flower", progress=Crash(2), **everyone)
-    ended = Federation().resume(tmp_path / "flower")
+    with pytest.raises(SystemExit, match="crash"):
+        FlowerFederation().run(tmp_path / "flower", callbacks=[Crash(2)], **everyone)
+    ended = FlowerFederation().resume(tmp_path / "flower")
     assert ended.history[2]["repeats"] == 1  # at first, nobody remembered
     assert ended.history[2]["clients"] == list(range(8))
     assert ended.history[3]["rejected"] == []
 
 
 def test_of_one_node_that_lost_its_memory_the_update_is_rejected_once(tmp_path: Path) -> None:
-    federation = Federation()
-    with pytest.raises(RuntimeError, match="crash"):
-        federation.run(tmp_path / "flower", progress=Crash(2), **STATEFUL | {"participation": 1.0})
+    federation = FlowerFederation()
+    with pytest.raises(SystemExit, match="crash"):
+        federation.run(tmp_path / "flower", callbacks=[Crash(2)], **STATEFUL | {"participation": 1.0})
     node = next(node for node, context in federation.nodes.contexts.items() if context.node_config["partition-id"] == 5)
     federation.nodes.contexts[node] = federation.nodes.context(5)
     ended = federation.resume(tmp_path / "flower")
@@ -137,7 +140,7 @@ def test_of_one_node_that_lost_its_memory_the_update_is_rejected_once(tmp_path: 
 
 
 def test_a_node_keeps_only_what_a_checkpoint_may_ask_for(tmp_path: Path) -> None:
-    federation = Federation(folder=tmp_path / "disk")
+    federation = FlowerFederation(folder=tmp_path / "disk")
     federation.run(tmp_path / "flower", "scaffold", participation=1.0, rounds=8, checkpoint_every=1, keep_checkpoints=2)
     for context in federation.nodes.contexts.values():
         client = context.node_config["partition-id"]
@@ -231,7 +234,7 @@ SPOILERS = {
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dynafed.Result:
     """A run in which nothing came from client 2 in round 1."""
-    federation = Federation(
+    federation = FlowerFederation(
         tamper=lambda message, reply: None if message.metadata.dst_node_id == 1014 and is_round_1(message) else reply
     )
     return federation.run(tmp_path_factory.mktemp("without") / "r", participation=1.0, **STATEFUL)
@@ -245,7 +248,7 @@ def is_round_1(message: Message) -> bool:
 def test_what_is_wrong_is_rejected_with_a_reason_and_leaves_no_trace(
     tmp_path: Path, without: dynafed.Result, spoil: Callable[[RecordDict], None]
 ) -> None:
-    result = Federation(tamper=spoilt(spoil)).run(tmp_path / "r", participation=1.0, **STATEFUL)
+    result = FlowerFederation(tamper=spoilt(spoil)).run(tmp_path / "r", participation=1.0, **STATEFUL)
     (rejected,) = result.history[0]["rejected"]
     assert rejected["client"] == 2
     assert SPOILERS[spoil] in rejected["reason"]
@@ -265,7 +268,7 @@ def test_a_round_that_is_repeated_leaves_no_trace_at_the_clients(tmp_path: Path)
         return None if message.metadata.group_id == "2" and seen.count("2") <= 8 else reply
 
     everyone = STATEFUL | {"participation": 1.0}
-    result = Federation(tamper=tamper).run(tmp_path / "flower", **everyone)
+    result = FlowerFederation(tamper=tamper).run(tmp_path / "flower", **everyone)
     assert [record["repeats"] for record in result.history] == [0, 1, 0, 0]
     assert everything(result) == everything(in_process(tmp_path / "local", **everyone))
 
@@ -274,21 +277,21 @@ def test_what_a_client_enrols_with_is_checked(tmp_path: Path) -> None:
     def spoil(content: RecordDict) -> None:
         content["setup"] = to_record({"x": torch.zeros(3, 2), "y": torch.zeros(1)})
 
-    result = Federation(tamper=spoilt(spoil, round_num="0")).run(tmp_path / "r", "fedmix")
+    result = FlowerFederation(tamper=spoilt(spoil, round_num="0")).run(tmp_path / "r", "fedmix")
     assert result.history[0]["enrolments_rejected"] == 1
 
 
 # Nodes that come and go
 
 
-class Leaves(Progress):
+class Leaves(Callback):
     """After rounds 1 and 2, a node leaves and comes back."""
 
     def __init__(self, nodes: Nodes, node: int) -> None:
         self.nodes, self.node = nodes, node
         self.context: Context
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         if record["round"] == 1:
             self.context = self.nodes.contexts.pop(self.node)
         if record["round"] == 2:
@@ -296,34 +299,34 @@ class Leaves(Progress):
 
 
 def test_a_node_that_left_is_missed_and_one_that_comes_is_welcome(tmp_path: Path) -> None:
-    federation = Federation()
+    federation = FlowerFederation()
     leaves = Leaves(federation.nodes, 1014)
-    result = federation.run(tmp_path / "r", "scaffold", progress=leaves, participation=1.0)
+    result = federation.run(tmp_path / "r", "scaffold", callbacks=[leaves], participation=1.0)
     assert result.history[1]["rejected"] == [{"client": 2, "reason": "no node that serves it is connected"}]
     assert result.history[2]["clients"] == list(range(8))
 
 
-class Emptied(Progress):
+class Emptied(Callback):
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         self.nodes.contexts.clear()
 
 
 def test_when_all_nodes_are_gone_the_run_can_go_on_later(tmp_path: Path) -> None:
-    federation = Federation()
+    federation = FlowerFederation()
     with pytest.raises(WorkerDied, match=r"0 of 8 nodes are here after 0.1 seconds.* dynafed resume"):
-        federation.run(tmp_path / "r", progress=Emptied(federation.nodes))
+        federation.run(tmp_path / "r", callbacks=[Emptied(federation.nodes)])
     assert (tmp_path / "r" / "checkpoint" / "round-000001").exists()
-    assert everything(Federation().resume(tmp_path / "r")) == everything(in_process(tmp_path / "local"))
+    assert everything(FlowerFederation().resume(tmp_path / "r")) == everything(in_process(tmp_path / "local"))
 
 
-class CutOff(Progress):
+class CutOff(Callback):
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         def broken(message_ids: Any) -> Any:
             raise ConnectionError("nobody there")
 
@@ -331,9 +334,9 @@ class CutOff(Progress):
 
 
 def test_when_the_superlink_is_gone_the_run_can_go_on_later(tmp_path: Path) -> None:
-    federation = Federation()
+    federation = FlowerFederation()
     with pytest.raises(WorkerDied, match=r"the SuperLink can't be reached: ConnectionError: nobody.* dynafed resume"):
-        federation.run(tmp_path / "r", progress=CutOff(federation.nodes))
+        federation.run(tmp_path / "r", callbacks=[CutOff(federation.nodes)])
     assert (tmp_path / "r" / "checkpoint" / "round-000001").exists()
 
 
@@ -341,7 +344,7 @@ def test_when_all_clients_fail_again_and_again_one_line_says_so(tmp_path: Path) 
     def broken(message: Message, context: Context) -> Message:
         raise ZeroDivisionError("division by zero")
 
-    federation = Federation()
+    federation = FlowerFederation()
     federation.nodes.app._registered_funcs["train.default"] = broken
     with pytest.raises(WorkerDied, match=r"all clients failed, 3 times in a row; the last .*ZeroDivision"):
         federation.run(tmp_path / "r")
@@ -354,7 +357,7 @@ class Strict(FlowerBackend):
 def test_a_simulation_ends_where_one_client_fails_and_can_go_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation = Federation(tamper=spoilt(no_model, round_num="3"))
+    federation = FlowerFederation(tamper=spoilt(no_model, round_num="3"))
     monkeypatch.setattr("test_apps.FlowerBackend", Strict)
     with pytest.raises(WorkerDied, match=r"round 3, client 2: its answer can't be read.* dynafed resume"):
         federation.run(tmp_path / "r", participation=1.0)
@@ -362,7 +365,7 @@ def test_a_simulation_ends_where_one_client_fails_and_can_go_on_later(
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
-    federation = Federation()
+    federation = FlowerFederation()
     federation.nodes.contexts = dict(list(federation.nodes.contexts.items())[:2])
     with pytest.raises(UserError, match=r"2 of 8 nodes are here after 0.1 seconds: .*dynafed-min-nodes"):
         federation.run(tmp_path / "r")
@@ -371,8 +374,8 @@ def test_too_few_nodes(tmp_path: Path) -> None:
 
 
 def test_a_node_with_other_data_is_told_apart(tmp_path: Path) -> None:
-    federation = Federation()
-    other = Plan.make(config("fedavg", seed=1), **PARTS)
+    federation = FlowerFederation()
+    other = Federation.create(config("fedavg", seed=1), **PARTS)
     right = federation.nodes.app
     wrong = make_client_app(lambda context: (other, None))
     federation.nodes.app = lambda message, context: (  # type: ignore[assignment]

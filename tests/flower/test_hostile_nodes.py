@@ -14,10 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from google.protobuf.message import DecodeError
 from nodes import Nodes
-from test_apps import STATEFUL, Federation, everything, in_process, no_model, spoilt
+from test_apps import STATEFUL, FlowerFederation, everything, in_process, no_model, spoilt
 
-from dynafed import Config, UserError
-from dynafed.engine.run import Progress
+from dynafed import UserError
+from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.errors import WorkerDied
 from dynafed.flower import wire
 from dynafed.flower.node_keys import read_node_keys
@@ -31,7 +31,7 @@ def claims(partition: Any, partitions: Any, fingerprint: str = "") -> RecordDict
     return RecordDict({"node": ConfigRecord({name: value for name, value in known.items() if value is not None})})
 
 
-class Lying(Federation):
+class Lying(FlowerFederation):
     """Eight honest nodes, and one that answers the query with `claim`."""
 
     def __init__(self, claim: RecordDict, **settings: Any) -> None:
@@ -45,7 +45,7 @@ class Lying(Federation):
             self.trained.append(message.metadata.dst_node_id)
         if message.metadata.dst_node_id == LIAR and message.metadata.message_type == "query":
             if not (node := self.claim.config_records.get("node", {"fingerprint": "-"}))["fingerprint"]:
-                node["fingerprint"] = self.plan.fingerprint
+                node["fingerprint"] = self.federation.fingerprint
             reply.content = self.claim
         return reply
 
@@ -90,25 +90,25 @@ def test_a_false_claim_is_refused_and_named_and_nobody_else_notices(
 
 
 def test_a_node_that_never_answers_does_not_block_the_start(tmp_path: Path) -> None:
-    federation = Federation(tamper=lambda message, reply: None if message.metadata.dst_node_id == LIAR else reply)
+    federation = FlowerFederation(tamper=lambda message, reply: None if message.metadata.dst_node_id == LIAR else reply)
     federation.nodes.contexts[LIAR] = federation.nodes.context(0)
     assert everything(federation.run(tmp_path / "r")) == everything(in_process(tmp_path / "local"))
 
 
 def test_many_liars_make_one_line(tmp_path: Path) -> None:
-    federation = Federation()
+    federation = FlowerFederation()
     federation.nodes.contexts = {node: federation.nodes.context(9, **{"num-partitions": 10}) for node in range(1, 31)}
     with pytest.raises(UserError, match=r"^0 of 8 nodes .*; node 1: its num-partitions = 10.*; and 20 more$"):
         federation.run(tmp_path / "r")
 
 
-class Intruder(Progress):
+class Intruder(Callback):
     """After round 1, another node claims client 2's partition; after round 2, the honest one leaves."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
 
-    def round(self, record: dict[str, Any], config: Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         if record["round"] == 1:
             self.nodes.contexts[LIAR] = self.nodes.context(2)
         if record["round"] == 2:
@@ -123,15 +123,15 @@ def test_nobody_is_displaced_but_a_place_that_is_left_is_free(tmp_path: Path, ca
             served.append((message.metadata.group_id, message.metadata.dst_node_id))
         return reply
 
-    federation = Federation(tamper=tamper)
+    federation = FlowerFederation(tamper=tamper)
     with caplog.at_level(logging.WARNING):
-        federation.run(tmp_path / "r", progress=Intruder(federation.nodes), participation=1.0)
+        federation.run(tmp_path / "r", callbacks=[Intruder(federation.nodes)], participation=1.0)
     assert served == [("1", 1014), ("2", 1014), ("3", LIAR), ("4", LIAR)]
     assert f"node {LIAR} can't take part: partition 2 is served by node 1014, which came first" in caplog.text
 
 
 def test_a_node_need_not_know_the_number_of_partitions(tmp_path: Path) -> None:
-    federation = Federation(3)
+    federation = FlowerFederation(3)
     for context in federation.nodes.contexts.values():
         del context.node_config["num-partitions"]
     assert everything(federation.run(tmp_path / "r")) == everything(in_process(tmp_path / "local"))
@@ -192,7 +192,7 @@ STATE_LOST = wire.failure_reply("nothing left", state_lost=True)
 def test_a_stale_or_foreign_reply_is_rejected_and_leaves_no_trace(
     tmp_path: Path, silent: dict[str, Any], choose: Callable[[dict[int, Message]], Any], reason: str
 ) -> None:
-    result = Federation(tamper=Replay(choose)).run(tmp_path / "r", participation=1.0, **STATEFUL)
+    result = FlowerFederation(tamper=Replay(choose)).run(tmp_path / "r", participation=1.0, **STATEFUL)
     assert result.history[1]["rejected"] == [{"client": 2, "reason": reason}]
     assert everything(result) == silent
 
@@ -205,7 +205,7 @@ def silent(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return None if (message.metadata.group_id, message.metadata.dst_node_id) == ("2", 1014) else reply
 
     out = tmp_path_factory.mktemp("silent") / "r"
-    return everything(Federation(tamper=tamper).run(out, participation=1.0, **STATEFUL))
+    return everything(FlowerFederation(tamper=tamper).run(out, participation=1.0, **STATEFUL))
 
 
 # Replies that Flower can't decode
@@ -235,8 +235,8 @@ class Undecodable(Nodes):
         return super().get_node_ids()
 
 
-def undecodable(found: Any) -> Federation:
-    federation = Federation()
+def undecodable(found: Any) -> FlowerFederation:
+    federation = FlowerFederation()
     federation.nodes.__class__ = Undecodable
     federation.nodes.__dict__["found"] = found
     return federation
@@ -273,7 +273,7 @@ def test_what_a_failed_node_says_is_one_printable_line(tmp_path: Path) -> None:
         no_model(content)
         content["failure"] = ConfigRecord({"reason": f"\x1b]0;owned\x07 {'x' * 10**6}\nround 4 of 4", "state-lost": 3})
 
-    result = Federation(tamper=spoilt(spoil)).run(tmp_path / "r", participation=1.0)
+    result = FlowerFederation(tamper=spoilt(spoil)).run(tmp_path / "r", participation=1.0)
     (rejected,) = result.history[0]["rejected"]
     assert rejected["reason"] == ("?]0;owned? " + "x" * 1000)[:300]
 
@@ -304,7 +304,7 @@ def test_a_key_serves_its_own_partition_only(tmp_path: Path, caplog: pytest.LogC
     keys = public_keys(10)
     file = tmp_path / "keys"
     file.write_text("# partition, key\n\n" + "".join(f"{p} {ssh(keys[p])} node {p}\n" for p in range(8)))
-    federation = Federation(node_keys=str(file))
+    federation = FlowerFederation(node_keys=str(file))
     federation.nodes.__class__ = Keyed
     honest = {node: context.node_config["partition-id"] for node, context in federation.nodes.contexts.items()}
     # The first two claim partition 0 before its own node does: with the key of partition 3, with one that isn't listed.

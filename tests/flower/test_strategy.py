@@ -20,7 +20,7 @@ from grid import answer
 from problems import TEST, TRAIN, tiny
 from torch import nn
 
-from dynafed.engine.plan import Plan
+from dynafed.engine.federation import Federation
 from dynafed.engine.server import server_broadcast, server_update
 from dynafed.errors import UserError
 from dynafed.flower import DynaFed, Refiner
@@ -93,19 +93,21 @@ def close(one: Weights, other: Weights, tolerance: float) -> bool:
 
 def test_it_equals_the_engine_s_own_dynafed_bit_for_bit() -> None:
     changes = {f"dynafed.{key}": value for key, value in SMALL.items()}
-    plan = Plan.make(tiny(method="dynafed", clients=2, participation=1.0, **changes), train=TRAIN, test=TEST)
+    federation = Federation.create(
+        tiny(method="dynafed", clients=2, participation=1.0, **changes), train=TRAIN, test=TEST
+    )
 
     def local(number: int, client: int, sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch.manual_seed(100 * number + client)
         return {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in sent.items()}
 
-    model = plan.initial_model()
-    server = {step.name: step.initial(plan, model) for step in plan.methods.steps}
+    model = federation.problem.initial_model()
+    server = {step.name: step.init_server(federation.problem, model) for step in federation.methods.steps}
     expected = []
     for number in range(1, ROUNDS + 1):
-        sent = server_broadcast(plan, number, model, server)
+        sent = server_broadcast(federation.server_side, number, model, server)
         updates = [Update(client, local(number, client, model), 10, 1, 0.0, 0.0) for client in (1, 2)]
-        outcome = server_update(plan, sent, server, updates)
+        outcome = server_update(federation.server_side, sent, server, updates)
         model, server = outcome.model, dict(outcome.server)
         expected.append(model)
 
@@ -113,8 +115,8 @@ def test_it_equals_the_engine_s_own_dynafed_bit_for_bit() -> None:
         number = message.content["config"]["server-round"]
         return answer(ArrayRecord(local(number, node, from_record(message.content["arrays"]))))
 
-    strategy = wrapped(FedAvg(), model=lambda: copy.deepcopy(plan.module), seed=plan.config.seed)
-    _, models = run(strategy, client, nodes=2, arrays=ArrayRecord(plan.initial_model()))
+    strategy = wrapped(FedAvg(), model=lambda: copy.deepcopy(federation.problem.model), seed=federation.config.seed)
+    _, models = run(strategy, client, nodes=2, arrays=ArrayRecord(federation.problem.initial_model()))
     for number, wanted in enumerate(expected, 1):
         assert equal(models[number], wanted), number
 
@@ -262,8 +264,8 @@ def test_buffers_frozen_and_tied_weights_and_dtypes_pass_unharmed(half: bool) ->
         )
     assert torch.equal(final["a.weight"], final["b.weight"])
     # The synthesis saw the federation's own frozen layer and buffers, not those that the factory made up.
-    assert torch.equal(strategy.refiner.task.module.scale, torch.tensor(0.5))
-    assert torch.equal(strategy.refiner.task.module.frozen.weight, final["frozen.weight"].float())
+    assert torch.equal(strategy.refiner.problem.module.scale, torch.tensor(0.5))
+    assert torch.equal(strategy.refiner.problem.module.frozen.weight, final["frozen.weight"].float())
 
 
 def test_arrays_without_names_are_taken_in_the_model_s_order() -> None:

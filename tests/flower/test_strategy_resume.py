@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, Result, Strategy
 from flwr.supercore.privacy_accounting import NeighboringRelation, SamplingMethod
 from torch import nn
 
-from dynafed.engine.files import sole_owner
+from dynafed.engine.files import lock_folder
 from dynafed.errors import UserError
 
 STRATEGIES = {
@@ -144,7 +144,7 @@ def test_what_doesn_t_belong_together_is_refused(tmp_path: Path) -> None:
             wrapped(FedAvg(), folder=tmp_path, model=lambda: nn.Linear(6, 4)),
             arrays=ArrayRecord(other.state_dict()),
         )
-    with sole_owner(tmp_path), pytest.raises(UserError, match="being written to by another process"):
+    with lock_folder(tmp_path), pytest.raises(UserError, match="being written to by another process"):
         resumed(tmp_path, FedAvg())
 
 

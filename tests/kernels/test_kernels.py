@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import dynafed
-from dynafed import Config, kernels, path, record
-from dynafed.engine.plan import Plan
-from dynafed.kernels import build, ops
+from dynafed import Config, execution, kernels, tracing
+from dynafed.engine.federation import Federation
+from dynafed.kernels import blocks, build, ops
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.optim import Optimizer
-from dynafed.record import Recorder, recorded
 from dynafed.synthesis import DynaFedSettings, matching_gradient, synthesize
+from dynafed.tracing import StepTracer, trace_function
 from dynafed.tree import Tree
 
 needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C++ compiler here")
@@ -34,6 +34,12 @@ needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C++ comp
 def doubles(*shapes: tuple[int, ...]) -> list[Tensor]:
     rng = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def accelerated(model: nn.Module) -> nn.Module:
+    found = kernels.accelerate(model)
+    assert found is not None
+    return found
 
 
 def images(count: int, *shape: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -91,7 +97,8 @@ def test_a_block_and_its_two_derivatives_are_torchs(
 def matched(shape: tuple[int, ...], dtype: torch.dtype, own: bool, **how: int) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     model = convnet(shape, 4, ConvNetSettings(width=16, depth=2)).to(dtype)
-    assert kernels.use(model, own) == own
+    if own:
+        model = accelerated(model)
     start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     target = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in start.items()}
     x, y = torch.randn(10, *shape, dtype=dtype), torch.randn(10, 4, dtype=dtype)
@@ -119,14 +126,14 @@ def test_gradients_that_lie_nowhere_are_differentiated_as_well() -> None:
 def test_a_network_that_was_moved_leaves_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convnet((1, 8, 8), 3, ConvNetSettings(width=16, depth=1)), torch.randn(2, 1, 8, 8)
     expected = model(x)
-    assert kernels.use(model)
+    model = accelerated(model)
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(
         copy.deepcopy(model).to(torch.bfloat16)(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1
     )
     with pytest.raises(RuntimeError, match="type"):
         model(x.double())
-    monkeypatch.setattr(build, "library", lambda: None)
+    monkeypatch.setattr(blocks, "library", lambda: None)
     torch.testing.assert_close(model(x), expected)
 
 
@@ -162,17 +169,17 @@ def test_runs_on_our_kernels_have_the_same_bits_however_they_are_executed(
         section = {"trajectory": 2, "segment": 1, "targets": [1], "iterations": 2, "inner_steps": 2, "samples": 6}
         changes |= {f"dynafed.{key}": value for key, value in section.items()}
     plain = run(tmp_path / "plain", workers=1, record=False, **changes)
-    monkeypatch.setattr(Recorder.__init__, "__defaults__", (1, True))
-    monkeypatch.setattr(path, "WORTH_RECORDING", 0)
+    monkeypatch.setattr(StepTracer.__init__, "__defaults__", (1, True))
+    monkeypatch.setattr(execution, "MIN_TRACED_STEPS", 0)
     replays: list[object] = []
-    monkeypatch.setattr(record, "recorded", lambda *given: replays.append(recorded(*given)) or replays[-1])
+    monkeypatch.setattr(tracing, "trace_function", lambda *given: replays.append(trace_function(*given)) or replays[-1])
     for workers in (1, 2):
         for name, tensor in run(tmp_path / f"workers-{workers}", workers=workers, **changes).items():
             assert torch.equal(tensor, plain[name])
     train, test = images(60, 1, 8, 8)
     run(tmp_path / "part", workers=2, **changes | {"rounds": 2})
     resumed = dynafed.resume(tmp_path / "part", changes={"rounds": 3}, train=train, test=test)
-    assert resumed.plan.path.kernels
+    assert resumed.federation.execution.kernels
     assert all(torch.equal(tensor, plain[name]) for name, tensor in resumed.model.state_dict().items())
     assert replays
     assert None not in replays
@@ -219,8 +226,8 @@ def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     model = convnet((1, 8, 8), 3, ConvNetSettings(width=16, depth=1))
-    assert not kernels.use(model)
-    assert not kernels.use(model)
+    assert kernels.accelerate(model) is None
+    assert kernels.accelerate(model) is None
     assert [line.levelname for line in caplog.records] == ["WARNING"]
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3)
 
@@ -283,9 +290,10 @@ def test_it_is_the_work_that_decides() -> None:
     small = tiny().replace(**{"model": "convnet", "convnet.width": 16, "convnet.depth": 2, "rounds": 3})
 
     def own(config: Config) -> bool:
-        plan = Plan.make(config, train=train, test=test)
-        assert plan.config.kernels == ("own" if plan.path.kernels else "torch")  # which is what a resumed run goes by
-        return plan.path.kernels
+        federation = Federation.create(config, train=train, test=test)
+        chosen = "own" if federation.execution.kernels else "torch"
+        assert federation.config.kernels == chosen  # which is what a resumed run goes by
+        return federation.execution.kernels
 
     assert not own(small)
     assert own(small.replace(rounds=100_000))
@@ -306,7 +314,7 @@ def test_short_runs_record_nothing() -> None:
     train, test = images(60, 1, 8, 8)
 
     def records(**changes: object) -> bool:
-        return Plan.make(tiny().replace(**changes), train=train, test=test).path.record
+        return Federation.create(tiny().replace(**changes), train=train, test=test).execution.trace
 
     assert not records()
     assert records(rounds=1_000_000)
@@ -320,22 +328,21 @@ def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: p
     start = {name: tensor.detach() for name, tensor in model.named_parameters()}
     walk = [{name: tensor + 0.01 * step for name, tensor in start.items()} for step in range(4)]
     settings = DynaFedSettings(segment=1, targets=(1,), iterations=1, inner_steps=1, samples=4, inner_lr=0.1)
-    seen: list[bool | None] = []
-
-    def look(*_: object) -> None:
-        seen.append(kernels.users(model)[0].own_kernels)
-
-    synthesize(model, walk, (1, 8, 8), 3, settings, seen=look)
-    monkeypatch.setattr(path, "WORTH_KERNELS", 1)
-    synthesize(model, walk, (1, 8, 8), 3, settings, seen=look)
-    assert set(seen[:2]) == {False}
-    assert set(seen[2:]) == {True}
-    assert kernels.users(model)[0].own_kernels is None
+    built: list[nn.Module | None] = []
+    accelerate = kernels.accelerate
+    monkeypatch.setattr(kernels, "accelerate", lambda network: built.append(accelerate(network)) or built[-1])
+    synthesize(model, walk, (1, 8, 8), 3, settings)
+    assert not built
+    monkeypatch.setattr(execution, "MIN_KERNEL_WORK", 1)
+    synthesize(model, walk, (1, 8, 8), 3, settings)
+    synthesize(model, walk, (1, 8, 8), 3, settings, accelerate=False)
+    assert len(built) == 1
+    assert type(model.features) is nn.Sequential
 
 
 def test_other_networks_have_no_part_for_our_kernels() -> None:
-    assert kernels.users(nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU())) == []
-    assert not kernels.use(nn.Linear(3, 2))
+    for network in (nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU()), nn.Linear(3, 2)):
+        assert kernels.coverage(network) == kernels.Coverage(0, False)
 
 
 def layers(sizes: tuple[int, ...]) -> list[Tensor]:
@@ -372,18 +379,18 @@ def test_the_mlp_takes_torchs_steps(sizes: tuple[int, ...], batch: int, name: st
     # Adam makes full steps of gradients that are nothing but rounding: few entries may differ, none by much.
     apart = torch.cat([(ours - one.detach()).abs().flatten() for ours, one in zip(params, leaves, strict=True)])
     assert apart.quantile(0.99) < 1e-4 if len(apart) < 100_000 else apart.mean() < 1e-4
-    assert float(optimizer.kept["step"][0]) == len(wanted)
+    assert float(optimizer.moments["step"][0]) == len(wanted)
 
 
 @needs_compiler
 def test_the_mlps_kernel_refuses_what_it_would_misread() -> None:
     rows = [torch.randn(16, 8), torch.randn(16)]
-    with pytest.raises(ValueError, match="by columns"):
+    with pytest.raises(ValueError, match="column-major"):
         MLPTraining(rows, Optimizer("adam", rows, 0.1))
     params = layers((8, 16))
     train = MLPTraining(params, Optimizer("adam", params, 0.1))
     for x in (torch.randn(2, 7), torch.randn(8, 2).t()):
-        with pytest.raises(ValueError, match="lie in a row"):
+        with pytest.raises(ValueError, match="be contiguous"):
             train(x, torch.zeros(2, dtype=torch.long), np.arange(2), 2)
     # A batch that is larger than there are samples takes no more memory than they need.
     assert train(torch.randn(2, 8), torch.zeros(2, dtype=torch.long), np.arange(2), 10**12).shape == (1,)

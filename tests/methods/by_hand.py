@@ -12,29 +12,37 @@ from problems import TEST, TRAIN, tiny
 from torch import Tensor, nn
 
 from dynafed import tree
+from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
-from dynafed.engine.plan import Plan
 from dynafed.messages import Broadcast, Update
-from dynafed.methods import METHODS, Finished, Local, Method, Server
+from dynafed.methods import METHODS, ClientContext, ClientOutput, Method, ServerContext, ServerRuntime
 from dynafed.models import Classifier
 from dynafed.tree import Tree
 
 
-def plan_for(method: str = "fedavg", model: Callable[..., nn.Module] | None = None, **changes: Any) -> Plan:
+def federation_for(method: str = "fedavg", model: Callable[..., nn.Module] | None = None, **changes: Any) -> Federation:
     """The blobs; each client takes plain SGD steps with its whole data, so that every step can be predicted."""
     config = tiny(**{"method": method, "optimizer": "sgd", "lr": 0.5, "local_steps": 1, "batch_size": 1000} | changes)
-    return Plan.make(config, train=TRAIN, test=TEST, model=model)
+    return Federation.create(config, train=TRAIN, test=TEST, model=model)
 
 
-def sent(plan: Plan, extras: Tree | None = None, round: int = 1) -> Broadcast:
+def sent(federation: Federation, extras: Tree | None = None, round_num: int = 1) -> Broadcast:
     """The initial model, with extras for the client's method."""
-    return Broadcast(round, plan.initial_model(), {plan.methods.client.name: extras} if extras else {})
+    name = federation.methods.clients[0].name
+    return Broadcast(round_num, federation.problem.initial_model(), {name: extras} if extras else {})
 
 
-def trained(plan: Plan, extras: Tree | None = None, memory: Tree | None = None, client: int = 3) -> tuple[Update, Tree]:
+def round_context(federation: Federation) -> ServerContext:
+    """What the server half sees at the beginning of round 1."""
+    return federation.server_side.context(1, federation.problem.initial_model(), ServerRuntime())
+
+
+def trained(
+    federation: Federation, extras: Tree | None = None, memory: Tree | None = None, client: int = 3
+) -> tuple[Update, Tree]:
     """One client's round through the engine, and what its method remembers."""
     kept = tree.nest({"method": memory}) if memory else None
-    update, after = local_update(plan, sent(plan, extras, 2), client, kept)
+    update, after = local_update(federation.client_side, federation.client(client), sent(federation, extras, 2), kept)
     return update, tree.unnest(after).get("method", {})
 
 
@@ -53,7 +61,7 @@ def assert_moved(got: Tree, plain: Tree, by: Tree, rtol: float = 1e-4, atol: flo
 
 def made(name: str, **changes: Any) -> Method:
     """A method with settings."""
-    return METHODS[name](tiny(**{"method": name, "optimizer": "sgd"} | changes))
+    return METHODS.load(name)(tiny(**{"method": name, "optimizer": "sgd"} | changes))
 
 
 def one(value: float) -> Tree:
@@ -73,15 +81,15 @@ def parabola(
     lr: float,
     extras: Tree | None = None,
     memory: Tree | None = None,
-) -> tuple[Tree, Finished]:
+) -> tuple[Tree, ClientOutput]:
     """Minimise (w - target)^2 / 2 with the method's correction, by plain gradient steps."""
-    local = Local(
+    local = ClientContext(
         client=0,
         forward=lambda params, x: x,
-        start=one(start),
-        buffers={},
+        global_params=one(start),
+        global_buffers={},
         extras=extras or {},
-        memory=memory or {},
+        state=memory or {},
         x=torch.zeros(1),
         y=torch.zeros(1),
         steps=steps,
@@ -90,20 +98,20 @@ def parabola(
         features=lambda params, x: x,
         head=lambda params, x: x,
     )
-    local = Local(**{**vars(local), "carry": method.begin(local)})
+    local = ClientContext(**{**vars(local), "prepared": method.prepare(local)})
     params = one(start)
     for _ in range(steps):
-        grads = method.adjust({"w": params["w"] - target}, params, local)
+        grads = method.correct_gradients({"w": params["w"] - target}, params, local)
         params = {"w": params["w"] - lr * grads["w"]}
     return params, method.finish(params, local)
 
 
 def seen_by_server(
     before: float, combined: float, participants: int, clients: int, extras: Tree | None = None
-) -> Server:
+) -> ServerContext:
     """What the server half gets."""
-    plan: Any = SimpleNamespace(partition=range(clients), trainable=("w",))
-    return Server(plan, 1, one(before), one(combined), extras or {}, participants)
+    problem: Any = SimpleNamespace(clients=clients, trainable=("w",))
+    return ServerContext(problem, 1, one(before), average=one(combined), extras=extras or {}, participants=participants)
 
 
 class Noisy(Classifier):

@@ -18,7 +18,7 @@ TEXT = (ROOT / "docs" / "methods.md").read_text()
 
 def test_every_method_and_every_setting_is_described() -> None:
     sections = {part.split("`")[0]: part for part in TEXT.split("\n### `")[1:]}
-    for name, kind in METHODS.items():
+    for name, kind in ((name, METHODS.load(name)) for name in METHODS.names()):
         if not kind.__module__.startswith("dynafed.methods.") or name == "dynafed":
             continue
         assert kind.citation.split(",")[0].split(" ")[0] in sections[name]

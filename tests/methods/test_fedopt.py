@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import made, number, one, plan_for, seen_by_server
+from by_hand import federation_for, made, number, one, seen_by_server
 from problems import tiny
 
 from dynafed import UserError
@@ -16,16 +16,16 @@ def mean(*clients: float) -> Tree:
     combiner = Mean("uniform")
     for client in clients:
         combiner.add_tree(one(client))
-    return combiner.result()
+    return combiner.result().model
 
 
 def two_rounds(name: str, **settings: float) -> list[tuple[float, Tree]]:
     """The global model and the moments after two clients first come to 1 and 3, then go 3 down and 1 up."""
     method = made(name, **{f"{name}__{key}": value for key, value in settings.items()})
-    state = method.initial(seen_by_server(0, 0, 2, 2).plan, one(0))
-    first = method.refine(mean(1.0, 3.0), state, seen_by_server(0, 2.0, 2, 2))
+    state = method.init_server(seen_by_server(0, 0, 2, 2).problem, one(0))
+    first = method.server_step(mean(1.0, 3.0), state, seen_by_server(0, 2.0, 2, 2))
     w = number(first.model)
-    second = method.refine(mean(w - 3, w + 1), first.state, seen_by_server(w, w - 1, 2, 2))
+    second = method.server_step(mean(w - 3, w + 1), first.state, seen_by_server(w, w - 1, 2, 2))
     return [(w, first.state), (number(second.model), second.state)]
 
 
@@ -58,20 +58,20 @@ def test_fedyogi_by_hand() -> None:
 @pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
 def test_buffers_pass_through(name: str) -> None:
     method = made(name)
-    plan = seen_by_server(0, 0, 1, 1).plan
+    problem = seen_by_server(0, 0, 1, 1).problem
     model = one(2.0) | {"steps": torch.tensor(7)}
-    state = method.initial(plan, model)
+    state = method.init_server(problem, model)
     assert all(key.endswith("/w") for key in state)
-    assert method.refine(model, state, seen_by_server(0, 2.0, 1, 1)).model["steps"] == 7
+    assert method.server_step(model, state, seen_by_server(0, 2.0, 1, 1)).model["steps"] == 7
 
 
 def test_two_server_optimisers_are_refused() -> None:
-    with pytest.raises(UserError, match="fedavgm and fedadam are both server optimisers"):
+    with pytest.raises(UserError, match="fedavgm and fedadam are both server optimizers"):
         tiny(method="fedavgm+fedadam")
 
 
 def test_moments_start_at_their_values_for_every_trainable_parameter() -> None:
-    plan = plan_for("fedadam", fedadam__tau=0.5)
-    state = plan.methods.steps[0].initial(plan, plan.initial_model())
-    assert {key.partition("/")[2] for key in state} == set(plan.trainable)
+    federation = federation_for("fedadam", fedadam__tau=0.5)
+    state = federation.methods.steps[0].init_server(federation.problem, federation.problem.initial_model())
+    assert {key.partition("/")[2] for key in state} == set(federation.problem.trainable)
     assert all(bool((tensor == (0.25 if key.startswith("v/") else 0)).all()) for key, tensor in state.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import plan_for
+from by_hand import federation_for, round_context
 from problems import tiny
 
 from dynafed import UserError
@@ -20,17 +20,18 @@ VALUES = [1.0, 2.0, 4.0, 5.0, 100.0]
 
 def model(value: float) -> Tree:
     """A model whose weights all have one value, with buffers."""
-    return {name: torch.full_like(tensor, value) for name, tensor in plan_for().initial_model().items()} | {
+    start = federation_for().problem.initial_model()
+    return {name: torch.full_like(tensor, value) for name, tensor in start.items()} | {
         "steps": torch.tensor(int(value))
     }
 
 
 def combined(method: str, values: list[float], **settings: Any) -> Tree:
-    plan = plan_for(method, **settings)
-    combiner = plan.methods.combiner(plan)
+    federation = federation_for(method, **settings)
+    combiner = federation.methods.combiner(round_context(federation))
     for client, value in enumerate(values):
         combiner.add(Update(client, model(value), 1, 1, 0.0, 0.0))
-    return combiner.result()
+    return combiner.result().model
 
 
 @pytest.mark.parametrize(

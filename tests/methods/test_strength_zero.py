@@ -63,5 +63,5 @@ def test_so_it_is_where_a_kernel_trains_a_whole_epoch(tmp_path: Path, method: st
             (method, {key.replace("__", "."): value for key, value in CLIENT[method].items()}),
         )
     ]
-    assert all(run.plan.path.epochs for run in runs)
+    assert all(run.federation.execution.fused_epochs for run in runs)
     assert len({tree.digest(run.state.model) for run in runs}) == 1

@@ -17,7 +17,7 @@ from torch import nn
 import dynafed
 import dynafed.report
 from dynafed import Interrupted, UserError, tree
-from dynafed.engine.run import Progress
+from dynafed.callbacks import Callback, RunContext
 from dynafed.synthesis import SyntheticData
 
 SMALL: dict[str, Any] = {
@@ -65,13 +65,13 @@ def test_it_composes_with_a_client_method_and_workers_change_nothing(whole: dyna
     assert "accuracy_before_refine" in both.history[-1]
 
 
-class StopIn(Progress):
+class StopIn(Callback):
     """Asks to stop in the middle of the synthesis."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
 
-    def busy(self, what: str, done: int, total: int) -> None:
+    def on_progress(self, run: RunContext, stage: str, done: int, total: int) -> None:
         if done == self.iteration:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -82,7 +82,7 @@ def test_stopped_in_the_synthesis_it_goes_on_to_the_same_bits(
 ) -> None:
     changes = SMALL | {"dynafed__evidence": True}
     with pytest.raises(Interrupted):
-        dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=tmp_path / "r", progress=StopIn(iteration))
+        dynafed.run(tiny(**changes), train=TRAIN, test=TEST, out=tmp_path / "r", callbacks=[StopIn(iteration)])
     assert (tmp_path / "r" / "synthesis.safetensors").exists()
     again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)
     assert bits(again) == bits(whole)
@@ -120,7 +120,7 @@ def test_evidence_and_watched_clients_are_written_down(tmp_path: Path) -> None:
     assert list(record["matching_by_segment"]) == ["0", "1"]
     assert 0 <= record["scratch_accuracy"] <= 1
     seen = result.history[-1]["watch"]["5"]
-    assert len(seen["local"]) == -(-len(result.plan.partition[5]) // 16)
+    assert len(seen["local"]) == -(-len(result.federation.partition[5]) // 16)
     assert seen["aggregated"] > 0
     assert seen["refined"] != seen["aggregated"]
     assert {"synthetic.png", "synthetic-000000.png", "synthetic-000010.png", "report.json"} <= {
@@ -152,4 +152,4 @@ def test_a_model_that_never_moves_is_left_alone(tmp_path: Path, caplog: pytest.L
     still = run_tiny(tmp_path / "r", **SMALL | {"lr": 1e-30, "rounds": 6})
     assert "no synthesis in round 4" in caplog.text
     assert "no synthesis in round 6" in caplog.text
-    assert torch.equal(still.state.model["head.bias"], still.plan.initial_model()["head.bias"])
+    assert torch.equal(still.state.model["head.bias"], still.federation.problem.initial_model()["head.bias"])

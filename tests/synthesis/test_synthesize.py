@@ -28,14 +28,14 @@ def trained(model: nn.Module, shape: tuple[int, ...], classes: int, checkpoints:
     centers = torch.from_numpy(rng.normal(size=(classes, *shape)).astype(np.float32))
     params = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()}
     optimizer = optim.Optimizer("adam", list(params.values()), 2e-3)
-    path = [tree.clone(params)]
+    path = [tree.clone_contiguous(params)]
     for _ in range(checkpoints - 1):
         for _ in range(10):
             y = torch.from_numpy(rng.integers(0, classes, 64))
             x = centers[y] + torch.from_numpy(rng.normal(size=(64, *shape)).astype(np.float32))
             loss = nn.functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
             optimizer.step(torch.autograd.grad(loss, list(params.values())))
-        path.append(tree.clone(params))
+        path.append(tree.clone_contiguous(params))
     return path
 
 

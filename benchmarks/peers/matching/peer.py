@@ -57,10 +57,10 @@ def ours(model: nn.Module, start: Tree, target: Tree, x: Tensor, y: Tensor, rate
 
 def prepare(model: nn.Module) -> None:
     """What `synthesize` does before its first iteration, unless there are very few."""
-    from dynafed import kernels, path
+    from dynafed import execution, kernels
 
-    path.keep_freed_memory()
-    kernels.use(model)
+    execution.keep_freed_memory()
+    model = kernels.accelerate(model) or model
 
 
 def main() -> None:

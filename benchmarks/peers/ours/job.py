@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import dynafed
 from dynafed import models
-from dynafed.engine.plan import Plan
-from dynafed.path import one_thread
+from dynafed.engine.federation import Federation
+from dynafed.execution import single_thread
 from peers.protocol import Workload
 
 CLEAR = 5.0
@@ -62,10 +62,10 @@ def replay(workload: Workload) -> Replay:
     y[-1] = workload.classes - 1
     job = config(workload, clients=1, clients_per_round=1, rounds=1, kernels="own")
     given: dict[str, Any] = {"train": (x, y), "test": (x[-1:], y[-1:]), "clients": [range(workload.samples)]}
-    plan = Plan.make(job.replace(kernels="torch"), **given)
-    network = plan.module.double().train()
+    federation = Federation.create(job.replace(kernels="torch"), **given)
+    network = federation.problem.model.double().train()
     optimizer = torch.optim.Adam(network.parameters(), workload.lr)
-    order = torch.from_numpy(plan.seeds.rng("batches", 1, 0).permutation(workload.samples))
+    order = torch.from_numpy(federation.problem.seeds.rng("batches", 1, 0).permutation(workload.samples))
     path = [weights(network)]
     for index in order.split(workload.batch):
         optimizer.zero_grad()
@@ -90,7 +90,7 @@ def weights(module: nn.Module) -> Tensor:
 def proven_steps(workload: Workload) -> tuple[int, int]:
     """How many optimiser steps a client of the engine does, and the number of parameters."""
     proven = replace(workload, width=min(workload.width, PROVEN)) if workload.model == "convnet" else workload
-    with one_thread():  # as the engine's workers; two would round otherwise
+    with single_thread():  # as the engine's workers; two would round otherwise
         seen = replay(proven)
     if seen.apart * CLEAR > seen.one_step:
         raise AssertionError(f"the engine's client is not {seen.steps} steps of Adam: {seen}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import dynafed
-from dynafed.engine.run import Progress, Record
+from dynafed.callbacks import Callback, Record, RunContext
 from peers.ours.job import config, proven_steps
 from peers.protocol import SAMPLES_FOR_LOSS, Turns
 
@@ -18,13 +18,13 @@ FOREVER = 10**9
 """Rounds: the harness says when it has enough."""
 
 
-class Asked(Progress):
+class Asked(Callback):
     """Holds the run after every round until the next one is wanted."""
 
     def __init__(self, turns: Turns, steps: int) -> None:
         self.turns, self.steps = turns, steps
 
-    def round(self, record: Record, config: dynafed.Config) -> None:
+    def on_round_end(self, run: RunContext, record: Record) -> None:
         self.turns.loss = lambda: record["train_loss"]
         self.turns.finished(self.steps * len(record["clients"]))
 
@@ -49,7 +49,7 @@ def main() -> None:
             test=(x[few], y[few]),
             clients=everyone,
             out=Path(folder) / "run",
-            progress=Asked(turns, steps),
+            callbacks=[Asked(turns, steps)],
         )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dynafed import tree
+from dynafed.engine.backend import Backend
+from dynafed.engine.client_store import ClientStore, Listing
+from dynafed.engine.federation import Federation
 from dynafed.engine.files import checksum, write_bytes
-from dynafed.engine.memory import ClientMemory, Listing, Receipts
-from dynafed.engine.plan import Plan
 from dynafed.errors import UserError
 from dynafed.tree import Tree
 
@@ -32,25 +33,26 @@ class RunState:
     model: Tree
     server: dict[str, Tree]
     """Each method's server state, by the method's name."""
-    clients: ClientMemory
+    clients: ClientStore
 
     @classmethod
-    def initial(cls, plan: Plan, path: Path) -> RunState:
+    def initial(cls, federation: Federation, backend: Backend, path: Path) -> RunState:
         """The state before round 1."""
-        model = plan.initial_model()
-        server = {step.name: step.initial(plan, model) for step in plan.methods.steps}
-        return cls(0, model, server, _memory(path, plan))
+        problem = federation.problem
+        model = problem.initial_model()
+        server = {step.name: step.init_server(problem, model) for step in federation.methods.steps}
+        return cls(0, model, server, _client_store(path, federation, backend))
 
 
-def save(path: Path, plan: Plan, state: RunState) -> None:
-    """Write a checkpoint and delete those that are too old."""
+def save(path: Path, federation: Federation, state: RunState) -> Path:
+    """Write a checkpoint and delete those that are too old; returns its folder."""
     final = path / "checkpoint" / f"round-{state.round:06d}"
     if _body(final):
-        return
+        return final
     body = {
         "round": state.round,
-        "fingerprint": plan.fingerprint,
-        "clients": state.clients.listing(),
+        "fingerprint": federation.fingerprint,
+        "clients": state.clients.write_listing(),
     }
     tensors = tree.pack(tree.nest({"model": state.model, "server": tree.nest(state.server)}))
     aside = final.with_name(f".{final.name}")
@@ -62,34 +64,35 @@ def save(path: Path, plan: Plan, state: RunState) -> None:
     aside.replace(final)
     kept: list[Listing] = []
     for folder in _found(path):
-        found = _body(folder) if folder <= final and len(kept) < plan.config.keep_checkpoints else None
+        found = _body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
         if found is None:
             shutil.rmtree(folder)
         else:
             kept.append(_listing(found))
     state.clients.prune(kept)
+    return final
 
 
-def load(path: Path, plan: Plan) -> RunState:
+def load(path: Path, federation: Federation, backend: Backend) -> RunState:
     """The newest checkpoint that is whole; the state before round 1 if there is none."""
     for folder in _found(path):
         body = _body(folder)
         if body is None:
             log.warning("%s is damaged; trying the one before", folder.name)
             continue
-        if body["fingerprint"] != plan.fingerprint:
+        if body["fingerprint"] != federation.fingerprint:
             raise UserError(
                 f"{path} was run with other data, another split or another network: it can't be resumed with these"
             )
-        clients = _memory(path, plan, _listing(body))
-        if file := clients.damaged():
+        clients = _client_store(path, federation, backend, _listing(body))
+        if file := clients.find_damaged():
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)
             continue
         parts = tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
         states = tree.unnest(parts.get("server", {}))
-        server = {step.name: states.get(step.name, {}) for step in plan.methods.steps}
+        server = {step.name: states.get(step.name, {}) for step in federation.methods.steps}
         return RunState(body["round"], parts["model"], server, clients)
-    return RunState.initial(plan, path)
+    return RunState.initial(federation, backend, path)
 
 
 def _found(path: Path) -> list[Path]:
@@ -111,14 +114,13 @@ def _body(folder: Path) -> dict[str, Any] | None:
 
 
 def _listing(body: dict[str, Any]) -> Listing:
-    return {int(client): (round, sum) for client, (round, sum) in body["clients"].items()}
+    return {int(client): (made, digest) for client, (made, digest) in body["clients"].items()}
 
 
-def _memory(path: Path, plan: Plan, listing: Listing | None = None) -> ClientMemory:
-    kind = Receipts if plan.config.engine == "flower" else ClientMemory
-    return kind(memory_folder(path), plan.config.client_memory_mb * 2**20, listing)
+def _client_store(path: Path, federation: Federation, backend: Backend, listing: Listing | None = None) -> ClientStore:
+    return backend.client_store(client_folder(path), federation.config.client_memory_mb * 2**20, listing)
 
 
-def memory_folder(path: Path) -> Path:
+def client_folder(path: Path) -> Path:
     """Where a run's clients' states are."""
     return path / "clients"

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynafed.config import Config
+from dynafed.callbacks import Callback
+from dynafed.config import EXECUTION_KEYS, Config
 from dynafed.engine.files import write_json
-from dynafed.engine.run import Progress, read_summary, resume, run
+from dynafed.engine.run import resume, run
+from dynafed.engine.summary import read_summary
 from dynafed.errors import UserError
-from dynafed.execution import EXECUTION
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,12 @@ def compare(
     out: str | Path,
     *,
     vary: Mapping[str, Sequence[Any]] | None = None,
-    progress: Callable[[str], Progress | None] = lambda title: None,
+    callbacks: Callable[[str], Sequence[Callback]] = lambda title: (),
 ) -> Comparison:
-    """Run every method with every seed (and every combination of the values in `vary`); mean and std over seeds."""
+    """Run every method with every seed (and every combination of the values in `vary`); mean and std over seeds.
+
+    `callbacks` gets the title of each run and returns those that follow it.
+    """
     vary = vary or {}
     if taken := {"method", "seed"} & vary.keys():
         raise UserError(f"--vary {taken.pop()}=...: use --methods and --seeds for these")
@@ -50,7 +54,7 @@ def compare(
     rows = []
     for (method, varied), job in zip(grid, jobs, strict=True):
         label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
-        summaries = [_run_once(one, out / label / f"seed-{one.seed}", progress) for one in job]
+        summaries = [_run_once(one, out / label / f"seed-{one.seed}", callbacks) for one in job]
         rows.append({"method": method, **varied, "seeds": list(seeds), **_over_seeds(summaries)})
         _note(out / "compare.json", rows[-1], ("method", *vary))
     return Comparison(out, rows)
@@ -63,23 +67,18 @@ def _note(file: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
     write_json(file, [*others, row])
 
 
-def _run_once(config: Config, path: Path, progress: Callable[[str], Progress | None]) -> dict[str, Any]:
+def _run_once(config: Config, path: Path, callbacks: Callable[[str], Sequence[Callback]]) -> dict[str, Any]:
     """A run's summary: taken from its folder if it is done, else run or resumed."""
+    title = f"{path.parent.name} {path.name}"
     if not (path / "config.toml").exists():
-        return run(config, out=path, progress=progress(f"{path.parent.name} {path.name}")).summary
-    before, wanted = (_essence(each) for each in (Config.load(path / "config.toml"), config))
+        return run(config, out=path, callbacks=callbacks(title)).summary
+    before, wanted = Config.load(path / "config.toml").deciding(), config.deciding()
     if before != wanted:
         key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
         raise UserError(f"{path} holds a run with another {key}: choose another --out")
     summary = read_summary(path)
-    changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION}
-    return summary or resume(path, changes=changes, progress=progress(f"{path.parent.name} {path.name}")).summary
-
-
-def _essence(config: Config) -> dict[str, Any]:
-    """What decides the result: not how it is executed, nor settings of methods and models that aren't used."""
-    unused = config.sections.keys() - set(config.used_sections())
-    return {key: value for key, value in config.to_dict().items() if key not in EXECUTION | unused}
+    changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION_KEYS}
+    return summary or resume(path, changes=changes, callbacks=callbacks(title)).summary
 
 
 def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

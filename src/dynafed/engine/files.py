@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,18 @@ from typing import Any
 
 from dynafed.errors import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows: nothing guards against a second process on the same folder
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextmanager
-def sole_owner(folder: Path, patience: float = 3.0) -> Iterator[None]:
+def lock_folder(folder: Path, patience: float = 3.0) -> Iterator[None]:
     """Refuse a folder that another process is writing to; one that is just ending gets a moment for it."""
     with (folder / ".lock").open("w") as file:
         give_up = time.monotonic() + patience
-        while True:
+        while fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -61,3 +66,18 @@ def write_json(path: Path, value: Any) -> None:
 def checksum(content: bytes) -> str:
     """What is compared to find out whether a file is still what was written."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def resume_command(path: Path) -> str:
+    """What to type to continue the run in a folder."""
+    return f"dynafed resume {shlex.quote(str(path))}"
+
+
+def new_folder(name: str) -> Path:
+    """A folder in `runs/` that doesn't exist yet, named after the moment and the work."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}".replace(":", "_").replace("/", "_")
+    path, number = Path("runs") / name, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return path

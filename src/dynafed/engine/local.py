@@ -1,42 +1,37 @@
-"""The only client loop: every method on every engine trains through `local_update`."""
+"""The only client loop: every method on every backend trains through `local_update`."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynafed import optim, tree
-from dynafed.engine.gradient import training
-from dynafed.engine.plan import Plan
+from dynafed.engine.federation import ClientSide
+from dynafed.engine.steps import LocalSteps
 from dynafed.messages import Broadcast, Update
-from dynafed.methods import Finished, Local
+from dynafed.methods import ClientContext, ClientOutput, ClientView, Method
 from dynafed.tree import Tree
 
 
 def local_update(
-    plan: Plan, broadcast: Broadcast, client: int, memory: Tree | None = None, work: float = 1.0
+    side: ClientSide, client: ClientView, broadcast: Broadcast, state: Tree | None = None, work: float = 1.0
 ) -> tuple[Update, Tree]:
     """Train the broadcast model on one client's data.
 
-    Returns the update for the server, and what the client remembers until it is sampled again. `memory` is what it
-    remembered last time; `work` below 1 is a slow client that does only this share of its steps.
+    Returns the update as it is sent, and the client's new state, which it gets back the next time it is sampled.
+    `state` is what it returned last time; `work` below 1 is a slow client that does only this share of its steps.
     """
     began = time.perf_counter()
-    config, method = plan.config, plan.methods.client
-    remembered = tree.unnest(memory or {})
-
-    def arranged(parts: Tree) -> Tree:
-        return tree.by_columns(tree.to(parts, plan.device), plan.matrices)
-
-    received = arranged(broadcast.model)
-    weights = tree.twin(received)
-    params = tree.only(weights, plan.trainable)
-    x, y = plan.client_data(client)
-    steps = config.local_steps or config.local_epochs * -(-len(y) // config.batch_size)
+    config, problem = side.config, side.problem
+    kept = tree.unnest(state or {})
+    received = problem.to_device(broadcast.model)
+    weights = tree.clone(received)
+    params = tree.only(weights, problem.trainable)
+    steps = config.local_steps or config.local_epochs * -(-len(client.y) // config.batch_size)
     steps = max(1, int(steps * work))
     optimizer = optim.Optimizer(
         config.optimizer,
@@ -46,49 +41,93 @@ def local_update(
         weight_decay=config.weight_decay,
     )
     if config.client_state == "persistent":
-        optimizer.restore(remembered.get("optimizer", {}))
-    local = Local(
-        client=client,
-        forward=lambda params, x: plan.forward(weights | params, x),
-        start=tree.only(received, plan.trainable),
-        buffers=tree.twin(tree.without(received, plan.trainable)),
-        extras=arranged(broadcast.extras.get(method.name, {})),
-        memory=arranged(remembered.get("method", {})),
-        x=x,
-        y=y,
-        steps=steps,
-        lr=config.lr_at(broadcast.round),
-        rng=plan.seeds.rng("method", broadcast.round, client),
-        features=lambda params, x: plan.features(weights | params, x),
-        head=lambda params, z: plan.head(weights | params, z),
-    )
-    plan.module.train()
+        optimizer.load_state(kept.get("optimizer", {}))
+    states = _states_by_method(side, kept.get("method", {}))
+    contexts = {
+        method.name: _context(side, method, client, broadcast, received, weights, states[method.name], steps)
+        for method in side.methods.clients
+    }
+    problem.network.train()
     losses: list[Tensor] = []
     curve: list[float] = []
-    with plan.seeds.torch_seeded("layers", broadcast.round, client):
-        local = dataclasses.replace(local, carry=method.begin(local))
-        train = training(plan, params, local, optimizer)
-        shuffle = plan.seeds.rng("batches", broadcast.round, client)
-        for order in optim.orders(len(y), config.batch_size, steps, shuffle):
-            at_once = config.batch_size if client in config.watch else len(order)
+    with problem.seeds.torch_seeded("layers", broadcast.round, client.client):
+        for method in side.methods.clients:
+            context = contexts[method.name]
+            contexts[method.name] = replace(context, prepared=method.prepare(context))
+        train = LocalSteps.of(side, params, contexts, optimizer)
+        shuffle = problem.seeds.rng("batches", broadcast.round, client.client)
+        watched = client.client in config.watch
+        for order in optim.epoch_orders(len(client.y), config.batch_size, steps, shuffle):
+            at_once = config.batch_size if watched else len(order)
             for start in range(0, len(order), at_once):
-                losses.append(train(x, y, order[start : start + at_once], config.batch_size))
-                if client in config.watch:
-                    curve.append(plan.loss_on(weights, x, y))
-        finished = method.finish(tree.clone(params), local) if method.overrides("finish") else Finished()
+                losses.append(train(client.x, client.y, order[start : start + at_once], config.batch_size))
+                if watched:
+                    curve.append(problem.mean_loss(weights, client.x, client.y))
+        outputs = {
+            method.name: method.finish(tree.clone_contiguous(params), contexts[method.name])
+            if method.overrides("finish")
+            else ClientOutput()
+            for method in side.methods.clients
+        }
     # Added one by one in float32, but here: between two steps an addition takes torch about 10 us.
     total = float(np.add.accumulate(torch.cat(losses).float().cpu().numpy())[-1])
-    kept = {"method": finished.memory}
+    new_state = {"method": _joined_states(outputs)}
     if config.client_state == "persistent":
-        kept["optimizer"] = optimizer.moments()
+        new_state["optimizer"] = optimizer.state()
     update = Update(
-        client=client,
-        model=tree.to(tree.clone(weights), "cpu"),
-        examples=len(y),
+        client=client.client,
+        model=tree.to(tree.clone_contiguous(weights), "cpu"),
+        examples=len(client.y),
         steps=steps,
         loss=total / steps,
         seconds=time.perf_counter() - began,
-        extras={method.name: tree.to(finished.extras, "cpu")} if finished.extras else {},
+        extras={name: tree.to(output.extras, "cpu") for name, output in outputs.items() if output.extras},
         curve=tuple(curve),
     )
-    return update, tree.to(tree.nest(kept), "cpu")
+    return side.transforms.encode(update, broadcast, problem.seeds), tree.to(tree.nest(new_state), "cpu")
+
+
+def _context(
+    side: ClientSide,
+    method: Method,
+    client: ClientView,
+    broadcast: Broadcast,
+    received: Tree,
+    weights: Tree,
+    state: Tree,
+    steps: int,
+) -> ClientContext:
+    """What one method's client half sees."""
+    problem = side.problem
+    several = len(side.methods.clients) > 1
+    return ClientContext(
+        client=client.client,
+        forward=lambda params, x: problem.forward(weights | params, x),
+        global_params=tree.only(received, problem.trainable),
+        global_buffers=tree.clone(tree.without(received, problem.trainable)),
+        extras=problem.to_device(broadcast.extras.get(method.name, {})),
+        state=problem.to_device(state),
+        x=client.x,
+        y=client.y,
+        steps=steps,
+        lr=side.config.lr_at(broadcast.round),
+        rng=problem.seeds.rng("method", broadcast.round, client.client, *([method.name] if several else [])),
+        features=lambda params, x: problem.features(weights | params, x),
+        head=lambda params, z: problem.head(weights | params, z),
+    )
+
+
+def _states_by_method(side: ClientSide, state: Tree) -> dict[str, Tree]:
+    """Each method's state; a single method's has no name in it."""
+    names = [method.name for method in side.methods.clients]
+    if len(names) == 1:
+        return {names[0]: state}
+    found = tree.unnest(state)
+    return {name: found.get(name, {}) for name in names}
+
+
+def _joined_states(outputs: dict[str, ClientOutput]) -> Tree:
+    """The inverse of `_states_by_method`."""
+    if len(outputs) == 1:
+        return next(iter(outputs.values())).state
+    return tree.nest({name: output.state for name, output in outputs.items()})

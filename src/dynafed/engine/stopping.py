@@ -9,39 +9,36 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """Somebody asked the run to stop."""
+    """Raised by `StopSignal.check` after the run was asked to stop."""
 
 
-class StopRequest:
+class StopSignal:
     """While it is entered, Ctrl-C or SIGTERM is only noted, and `check` raises `Stopped` where it is safe.
 
     A second Ctrl-C interrupts at once, as usual. SIGTERM often comes twice, and is only noted both times.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self.before: dict[signal.Signals, Any] = {}
+        self.requested = False
+        self.handlers_before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._note)
+                self.handlers_before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler)
+        self.handlers_before = {}
 
     def check(self) -> None:
-        """Raise `Stopped` if somebody asked for it."""
-        if self.asked:
+        """Raise `Stopped` if the run was asked to stop."""
+        if self.requested:
             raise Stopped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
         if number == signal.SIGINT:
-            signal.signal(number, self.before.pop(signal.SIGINT, signal.default_int_handler))
-
-    def _restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        self.before = {}
+            signal.signal(number, self.handlers_before.pop(signal.SIGINT, signal.default_int_handler))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from dynafed import tree
-from dynafed.engine.plan import Plan
-from dynafed.engine.server import server_broadcast, server_enrol
-from dynafed.tree import Tree
+from dynafed.engine.backend import setup_clients
+from dynafed.engine.federation import Federation
+from dynafed.engine.server import server_broadcast, server_setup
 
 
 @dataclass(frozen=True)
@@ -25,18 +22,13 @@ class Traffic:
     """From all clients together, before round 1."""
 
 
-def enrolments(plan: Plan) -> Iterator[Tree]:
-    """What each client that has data sends once, before round 1."""
-    for client in np.flatnonzero(plan.partition.sizes):
-        yield plan.methods.client.enrol(plan, int(client))
-
-
-def traffic(plan: Plan) -> Traffic:
-    """What the plan's methods are going to send, found without training."""
-    model = plan.initial_model()
-    server, once = {step.name: step.initial(plan, model) for step in plan.methods.steps}, 0
-    if plan.methods.enrols:
-        server, counts = server_enrol(plan, server, enrolments(plan))
+def traffic(federation: Federation) -> Traffic:
+    """What the methods are going to send, found without training."""
+    side, problem = federation.server_side, federation.problem
+    model = problem.initial_model()
+    server, once = {step.name: step.init_server(problem, model) for step in side.methods.steps}, 0
+    if side.methods.sets_up:
+        server, counts = server_setup(side, server, setup_clients(federation))
         once = counts["bytes_enrolment"]
-    down = server_broadcast(plan, 1, {}, server).nbytes
-    return Traffic(tree.nbytes(tree.nest(plan.methods.layout(plan))), down, once)
+    down = server_broadcast(side, 1, {}, server).nbytes
+    return Traffic(tree.nbytes(tree.nest(side.methods.extras_spec(problem))), down, once)

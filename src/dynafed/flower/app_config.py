@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynafed.config import Config, parse_override
+from dynafed.config import EXECUTION_KEYS, Config, parse_override
 from dynafed.errors import UserError
-from dynafed.execution import EXECUTION
 from dynafed.settings import build, nearest, setting
 
 PREFIX = "dynafed-"
@@ -53,7 +52,7 @@ def read_config(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | 
     Flower's configs can't hold lists, so a string that is a TOML list stands for one: `"dynafed.targets" = "[2, 3]"`.
     """
     changes = {key: value for key, value in run_config.items() if not key.startswith(PREFIX)}
-    changes |= {key: value for key, value in (node_config or {}).items() if key in EXECUTION}
+    changes |= {key: value for key, value in (node_config or {}).items() if key in EXECUTION_KEYS}
     changes = dict(
         parse_override(f"{key}={value}") if isinstance(value, str) else (key, value) for key, value in changes.items()
     )

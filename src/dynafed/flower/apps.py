@@ -17,38 +17,38 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.config import Config
+from dynafed.engine.federation import Federation
 from dynafed.engine.files import checksum
 from dynafed.engine.local import local_update
-from dynafed.engine.plan import Plan
-from dynafed.engine.run import Progress, Record, resume, run
+from dynafed.engine.run import resume, run
 from dynafed.errors import Interrupted, UserError
-from dynafed.execution import EXECUTION
+from dynafed.execution import keep_freed_memory
 from dynafed.flower import wire
 from dynafed.flower.app_config import read_app_config, read_config
 from dynafed.flower.backend import FlowerBackend
 from dynafed.flower.client_store import NodeClientStore, StateLost
-from dynafed.path import keep_freed_memory
 
 log = logging.getLogger("flwr.dynafed")
 
-ResolvePlan = Callable[[Context], tuple[Plan, Path | None]]
+ResolveFederation = Callable[[Context], tuple[Federation, Path | None]]
 """Returns what a client app works on, and the folder of its clients' states, if there is one."""
 
 
-def make_client_app(resolve_plan: ResolvePlan) -> ClientApp:
+def make_client_app(resolve: ResolveFederation) -> ClientApp:
     """A client app that trains the clients that the server requests."""
     app = ClientApp()
 
-    def handler(handle: Callable[[Plan, Path | None, Message, Context], RecordDict]) -> Callable[..., Message]:
+    def handler(handle: Callable[[Federation, Path | None, Message, Context], RecordDict]) -> Callable[..., Message]:
         """Replies with what `handle` returns, or with one line about why it can't."""
 
         def reply(message: Message, context: Context) -> Message:
             try:
-                plan, folder = resolve_plan(context)
-                torch.set_num_threads(plan.config.threads)
+                federation, folder = resolve(context)
+                torch.set_num_threads(federation.config.threads)
                 keep_freed_memory()
-                content = handle(plan, folder, message, context)
+                content = handle(federation, folder, message, context)
             except (UserError, StateLost) as error:
                 log.error("%s", error)
                 content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
@@ -63,13 +63,13 @@ def make_client_app(resolve_plan: ResolvePlan) -> ClientApp:
     return app
 
 
-def _node_info(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
+def _node_info(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
     partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
     if partition is None:
         raise UserError("its --node-config needs partition-id=N")
     if num_partitions is not None and not 0 <= partition < num_partitions:
         raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
-    return wire.node_info_reply(partition, num_partitions, plan.fingerprint)
+    return wire.node_info_reply(partition, num_partitions, federation.fingerprint)
 
 
 def _node_number(context: Context, key: str) -> int | None:
@@ -81,37 +81,43 @@ def _node_number(context: Context, key: str) -> int | None:
     raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")
 
 
-def _setup(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    return wire.setup_reply(plan.methods.client.enrol(plan, wire.read_setup_request(message.content)))
+def _setup(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
+    method = federation.methods.sets_up
+    if method is None:
+        raise UserError(f"method = '{federation.config.method}' has no set-up of its clients")
+    return wire.setup_reply(method.setup_client(federation.client(wire.read_setup_request(message.content))))
 
 
-def _train(plan: Plan, folder: Path | None, message: Message, context: Context) -> RecordDict:
+def _train(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
     broadcast, client, work, receipt = wire.read_train_request(message.content)
     store = NodeClientStore(client, context.state, folder)
-    store.prune(receipt, before=broadcast.round - 1 - plan.config.checkpoint_every * plan.config.keep_checkpoints)
-    update, state = local_update(plan, broadcast, client, store.load(receipt), work)
+    store.prune(
+        receipt, before=broadcast.round - 1 - federation.config.checkpoint_every * federation.config.keep_checkpoints
+    )
+    view = federation.client(client)
+    update, state = local_update(federation.client_side, view, broadcast, store.load(receipt), work)
     return wire.train_reply(update, store.save(broadcast.round, state))
 
 
-def _plan_from_config(context: Context) -> tuple[Plan, Path | None]:
-    plan = _load_plan(read_config(context.run_config, context.node_config).to_toml())
+def _from_config(context: Context) -> tuple[Federation, Path | None]:
+    federation = _load(read_config(context.run_config, context.node_config).to_toml())
     folder = read_app_config(context.run_config, context.node_config).client_state_folder
-    return plan, folder / _run_key(plan) if folder else None
+    return federation, folder / _run_key(federation) if folder else None
 
 
 @lru_cache(maxsize=1)
-def _load_plan(config: str) -> Plan:
+def _load(config: str) -> Federation:
     """Cached: a process that trains several clients, one after the other, reads its data once."""
-    return Plan.make(Config.from_dict(tomllib.loads(config)))
+    return Federation.create(Config.from_dict(tomllib.loads(config)))
 
 
-def _run_key(plan: Plan) -> str:
+def _run_key(federation: Federation) -> str:
     """Equal for runs that come to the same result."""
-    deciding = {key: value for key, value in plan.config.to_dict().items() if key not in EXECUTION | {"rounds"}}
-    return checksum(f"{sorted(deciding.items())} {plan.fingerprint}".encode())
+    deciding = {key: value for key, value in federation.config.deciding().items() if key != "rounds"}
+    return checksum(f"{sorted(deciding.items())} {federation.fingerprint}".encode())
 
 
-client_app = make_client_app(_plan_from_config)
+client_app = make_client_app(_from_config)
 """Trains the clients of a Flower node, as the app's config says."""
 
 server_app = ServerApp()
@@ -122,12 +128,12 @@ server_app = ServerApp()
 def _serve(grid: Grid, context: Context) -> None:
     app_config, config = read_app_config(context.run_config), read_config(context.run_config)
 
-    def backend(plan: Plan, path: Path) -> FlowerBackend:
+    def backend(federation: Federation, path: Path) -> FlowerBackend:
         log.info("the run's files are in %s", path.absolute())
-        return FlowerBackend(plan, app_config, grid)
+        return FlowerBackend(federation, app_config, grid)
 
     out = Path(app_config.out).expanduser() if app_config.out else None
-    common: dict[str, Any] = {"progress": _LogProgress(), "crew": backend}
+    common: dict[str, Any] = {"callbacks": [_RoundLog()], "backend": backend}
     try:
         if out and (out / "config.toml").exists():
             before, now = Config.load(out / "config.toml").to_dict(), config.to_dict()
@@ -140,11 +146,11 @@ def _serve(grid: Grid, context: Context) -> None:
     log.info("done: accuracy %.2f %% over the last rounds", 100 * result.final_accuracy)
 
 
-class _LogProgress(Progress):
+class _RoundLog(Callback):
     """Writes one line per round to Flower's log."""
 
-    def round(self, record: Record, config: Config) -> None:
-        line = f"round {record['round']} of {config.rounds}: {len(record['clients'])} clients"
+    def on_round_end(self, run: RunContext, record: Record) -> None:
+        line = f"round {record['round']} of {run.config.rounds}: {len(record['clients'])} clients"
         if "accuracy" in record:
             line += f", accuracy {100 * record['accuracy']:.2f} %"
         log.info("%s", line + "".join(f"; client {each['client']}: {each['reason']}" for each in record["rejected"]))

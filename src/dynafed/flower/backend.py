@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from dynafed.engine.plan import Plan
-from dynafed.engine.workers import Workers
+from dynafed.engine.backend import evaluate
+from dynafed.engine.client_store import ReceiptStore
+from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
+from dynafed.execution import keep_freed_memory
 from dynafed.flower import wire
 from dynafed.flower.app_config import AppConfig
 from dynafed.flower.node_keys import der_from_pem, read_node_keys
@@ -37,7 +40,7 @@ MAX_REASONS = 10
 T = TypeVar("T")
 
 
-class FlowerBackend(Workers):
+class FlowerBackend:
     """Trains clients on Flower's nodes, and evaluates in this process.
 
     Client c is served by the node whose partition is c modulo the number of partitions, which the server's config says.
@@ -48,12 +51,12 @@ class FlowerBackend(Workers):
     tolerate_failures: ClassVar[bool] = True
     """Whether a round goes on without a client that fails."""
 
-    def __init__(self, plan: Plan, app_config: AppConfig, grid: Grid | None = None) -> None:
-        super().__init__(plan)
-        self.count = 1  # no processes of our own
+    def __init__(self, federation: Federation, app_config: AppConfig, grid: Grid | None = None) -> None:
+        self.federation = federation
+        self.threads_before = torch.get_num_threads()
         self.app_config = app_config
         self._grid = grid
-        self.num_partitions = app_config.num_partitions or plan.config.clients
+        self.num_partitions = app_config.num_partitions or federation.config.clients
         keys = app_config.node_keys
         self.partition_of_key = read_node_keys(Path(keys).expanduser(), self.num_partitions) if keys else {}
         self.pending_queries: dict[int, str] = {}
@@ -71,9 +74,25 @@ class FlowerBackend(Workers):
         assert self._grid is not None
         return self._grid
 
-    def enrol(self) -> Iterator[Tree]:
+    def __enter__(self) -> FlowerBackend:
+        keep_freed_memory()
+        torch.set_num_threads(self.federation.config.threads)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self.threads_before)
+
+    def evaluate(self, model: Tree) -> tuple[float, float]:
+        """Accuracy and mean loss on the evaluation split, computed in the server's process."""
+        return evaluate(self.federation, model)
+
+    def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ReceiptStore:
+        """Clients keep their states; the server keeps receipts."""
+        return ReceiptStore(folder, limit, listing)
+
+    def setup_clients(self) -> Iterator[Tree]:
         """What each client that has data sends once, before round 1; an empty tree for one that fails."""
-        clients = [int(client) for client in np.flatnonzero(self.plan.partition.sizes)]
+        clients = [int(client) for client in np.flatnonzero(self.federation.partition.sizes)]
         requests = {client: RecordDict() for client in clients}
         failures = []
         for client, reply in self._exchange("query.setup", 0, requests):
@@ -86,11 +105,11 @@ class FlowerBackend(Workers):
             yield {} if isinstance(tensors, str) else tensors
 
     def train(
-        self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], memory_of: Callable[[int], Tree]
+        self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], load_state: Callable[[int], Tree]
     ) -> Iterator[tuple[Update, Tree]]:
         """Updates of the clients of `cohort` and receipts of their states, in that order, as they arrive."""
         records, round_num = wire.pack_broadcast(broadcast), broadcast.round
-        requests = {client: wire.train_request(records, work, memory_of(client)) for client, work in cohort}
+        requests = {client: wire.train_request(records, work, load_state(client)) for client, work in cohort}
         failures = []
         for client, reply in self._exchange("train", round_num, requests):
             result = _read_reply(reply, partial(wire.read_train_reply, client=client))
@@ -131,7 +150,7 @@ class FlowerBackend(Workers):
 
     def _wait_for_nodes(self, clients: Collection[int]) -> None:
         """Before the first message, wait for all the nodes; later on, only if none is there for any of `clients`."""
-        wanted = self.app_config.min_nodes or min(self.num_partitions, self.plan.config.clients)
+        wanted = self.app_config.min_nodes or min(self.num_partitions, self.federation.config.clients)
         for _ in _poll_until(time.monotonic() + self.app_config.wait):
             self._update_nodes()
             node_of = self._node_of_partition()
@@ -202,7 +221,7 @@ class FlowerBackend(Workers):
                 raise UserError("its public key is not in the list of dynafed-node-keys")
             if bound != partition:
                 raise UserError(f"its public key is bound to partition {bound}, not to its partition-id = {partition}")
-        if fingerprint != self.plan.fingerprint:
+        if fingerprint != self.federation.fingerprint:
             raise UserError("it has other data, another split or another network than the server")
         return partition
 

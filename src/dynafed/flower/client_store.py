@@ -1,7 +1,8 @@
 """Keeps the states of a node's clients between rounds: in Flower's context, and on the node's disk if it has a folder.
 
-The server only holds receipts (`engine.memory.Receipts`), and each train request says which state to start from. So an
-update that the server rejected, or a round that it repeats, has no effect here: its state is never requested.
+The server only holds receipts (`engine.client_store.ReceiptStore`), and each train request says which state to start
+from. So an update that the server rejected, or a round that it repeats, has no effect here: its state is never
+requested.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 from flwr.app import ConfigRecord, RecordDict
 
 from dynafed import tree
+from dynafed.engine.client_store import read_receipt, receipt, state_file
 from dynafed.engine.files import checksum, write_bytes
-from dynafed.engine.memory import memory_file, read_receipt, receipt
 from dynafed.tree import Tree
 
 
@@ -49,7 +50,7 @@ class NodeClientStore:
         blob = tree.pack(state)
         self.context_state[self._key(round_num)] = ConfigRecord({"state": blob})
         if self.folder:
-            write_bytes(memory_file(self.folder, self.client, round_num), blob)
+            write_bytes(state_file(self.folder, self.client, round_num), blob)
         return receipt(round_num, checksum(blob))
 
     def prune(self, requested: Tree, before: int) -> None:
@@ -60,7 +61,7 @@ class NodeClientStore:
             if stored > current or stored < oldest:
                 self.context_state.pop(self._key(stored), None)
                 if self.folder:
-                    memory_file(self.folder, self.client, stored).unlink(missing_ok=True)
+                    state_file(self.folder, self.client, stored).unlink(missing_ok=True)
 
     def _rounds(self) -> set[int]:
         keys = [key for key in self.context_state if key.startswith(self._key(""))]
@@ -73,7 +74,7 @@ class NodeClientStore:
             blob = record["state"]
             assert isinstance(blob, bytes)
             yield blob
-        if self.folder and (file := memory_file(self.folder, self.client, round_num)).exists():
+        if self.folder and (file := state_file(self.folder, self.client, round_num)).exists():
             yield file.read_bytes()
 
     def _key(self, round_num: int | str) -> str:

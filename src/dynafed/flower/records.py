@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from flwr.common import ArrayRecord
 
-from dynafed.tree import Tree, clone
+from dynafed.tree import Tree, clone_contiguous
 
 
 def to_record(tree: Tree) -> ArrayRecord:
@@ -16,4 +16,4 @@ def to_record(tree: Tree) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> Tree:
     """A tree from what Flower delivered; the tensors are aligned copies, so that arithmetic gives the same bits."""
-    return clone(record.to_torch_state_dict())
+    return clone_contiguous(record.to_torch_state_dict())

@@ -15,12 +15,12 @@ from dynafed import models
 from dynafed.engine.files import make_folder
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
-from dynafed.messages import misfit, not_finite
-from dynafed.methods.base import Host
+from dynafed.messages import validate_finite, validate_layout
+from dynafed.methods.base import ServerRuntime
 from dynafed.methods.dynafed import Algorithm
 from dynafed.seeds import Seeds
 from dynafed.synthesis import DynaFedSettings
-from dynafed.synthesis.task import Task
+from dynafed.synthesis.problem import SynthesisProblem
 from dynafed.tree import Tree
 
 log = logging.getLogger("flwr")
@@ -58,8 +58,8 @@ class Refiner:
             module = models.from_factory(model, tuple(shape), classes)
             device = next((parameter.device for parameter in module.parameters()), None)
             models.check(module, torch.zeros(1, *shape, device=device), classes)
-        self.task = Task(module, tuple(shape), classes, seeds)
-        self.state: Tree = self.algorithm.initial(self.task, {})
+        self.problem = SynthesisProblem(module, tuple(shape), classes, seeds)
+        self.state: Tree = self.algorithm.initial(self.problem, {})
         """All that changes: the trajectory, and D_syn once there is one."""
         self.metrics: dict[str, float] = {}
         """Numbers about the last round."""
@@ -75,7 +75,7 @@ class Refiner:
         """Set the initial model; only `include_initial`, or arrays in another order or other dtypes, need it."""
         model = self._by_name(arrays)
         self.sent_dtypes = {name: tensor.dtype for name, tensor in model.items()}
-        self.state = self.algorithm.initial(self.task, self._to_module(model))
+        self.state = self.algorithm.initial(self.problem, self._to_module(model))
 
     def refine(self, server_round: int, arrays: ArrayRecord | None) -> ArrayRecord | None:
         """What the clients get in place of a round's aggregate; order and dtypes are those of what they got before.
@@ -86,13 +86,13 @@ class Refiner:
         if not arrays:
             return None
         aggregate = self._by_name(arrays)
-        if problem := not_finite(aggregate):
+        if problem := validate_finite(aggregate):
             raise NotFinite(f"the aggregate of round {server_round} is no model: {problem}")
         model = self._to_module(aggregate)
         # The synthesis takes from the module what isn't trained: buffers, frozen layers.
-        self.task.module.load_state_dict(model, strict=False)
+        self.problem.module.load_state_dict(model, strict=False)
         refined = self.algorithm.refine(
-            self.task, model, self.state, server_round, Host(self.folder, busy=_log_progress)
+            self.problem, model, self.state, server_round, ServerRuntime(self.folder, progress=_log_progress)
         )
         self.state, self.metrics = refined.state, dict(refined.metrics)
         if self.metrics:
@@ -110,7 +110,7 @@ class Refiner:
         sent = from_record(arrays)
         if self._is_list(arrays):
             sent = {name: sent[str(number)] for number, name in enumerate(self.module_tensors)}
-        if problem := misfit(sent, self.module_tensors):
+        if problem := validate_layout(sent, self.module_tensors):
             raise UserError(f"the federation's arrays don't fit the model that DynaFed was given: {problem}")
         return sent
 

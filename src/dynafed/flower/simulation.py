@@ -15,8 +15,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from dynafed.engine.checkpoint import memory_folder
-from dynafed.engine.plan import Plan
+from dynafed.engine.checkpoint import client_folder
+from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
 from dynafed.flower.app_config import AppConfig
 from dynafed.flower.apps import make_client_app
@@ -35,13 +35,13 @@ class FlowerSimulation(FlowerBackend):
 
     tolerate_failures = False  # a simulated client that fails is an error, and the same bits can't come out without it
 
-    def __init__(self, plan: Plan, path: Path) -> None:
-        if plan.device.type != "cpu":
+    def __init__(self, federation: Federation, path: Path) -> None:
+        if federation.problem.device.type != "cpu":
             raise UserError(
-                f"engine = 'flower' simulates on the CPU; device = '{plan.config.device}' needs engine = 'local'"
+                f"engine = 'flower' simulates on the CPU; device = '{federation.config.device}' needs engine = 'local'"
             )
-        self.actors = plan.path.workers
-        super().__init__(plan, AppConfig(timeout=ROUND_TIMEOUT))
+        self.actors = federation.execution.workers
+        super().__init__(federation, AppConfig(timeout=ROUND_TIMEOUT))
         self.path = path
         self.grid_queue: Queue[Grid | None] = Queue()
         self.done = threading.Event()
@@ -75,7 +75,7 @@ class FlowerSimulation(FlowerBackend):
             self.grid_queue.put(grid)
             self.done.wait()
 
-        shared_plan = SharedPlan(self.plan, memory_folder(self.path.absolute()))
+        shared = SharedFederation(self.federation, client_folder(self.path.absolute()))
         flower = logging.getLogger("flwr")
         level, pythonpath = flower.level, os.environ.get("PYTHONPATH")
         flower.setLevel(logging.ERROR)
@@ -83,8 +83,8 @@ class FlowerSimulation(FlowerBackend):
         try:
             run_simulation(
                 server,
-                make_client_app(shared_plan),
-                num_supernodes=self.plan.config.clients,
+                make_client_app(shared),
+                num_supernodes=self.federation.config.clients,
                 backend_config={
                     "init_args": {"num_cpus": self.actors, "logging_level": logging.ERROR, "log_to_driver": False},
                     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -101,43 +101,39 @@ class FlowerSimulation(FlowerBackend):
                 os.environ["PYTHONPATH"] = pythonpath
 
 
-class SharedPlan:
-    """Returns the plan to a client app. Ray's processes get it once, from Ray's store, not with every message."""
+class SharedFederation:
+    """Returns the federation to a client app. Ray's processes get it once, from Ray's store, not with every message."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan = plan
+    def __init__(self, federation: Federation, folder: Path) -> None:
+        self.federation = federation
         self.folder = folder
 
-    def __call__(self, context: Context) -> tuple[Plan, Path]:
+    def __call__(self, context: Context) -> tuple[Federation, Path]:
         """The same for every node."""
-        return self.plan, self.folder
+        return self.federation, self.folder
 
     @cached_property
     def object_ref(self) -> Any:
-        """The plan in Ray's object store."""
-        return ray.put(self.plan)
+        """It, in Ray's object store."""
+        return ray.put(self.federation)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredPlan, (self.object_ref, self.folder)
+        return StoredFederation, (self.object_ref, self.folder)
 
 
-class StoredPlan:
-    """A `SharedPlan` after unpickling in one of Ray's processes."""
+class StoredFederation:
+    """A `SharedFederation` after unpickling in one of Ray's processes."""
 
     def __init__(self, object_ref: Any, folder: Path) -> None:
         self.object_ref = object_ref
         self.folder = folder
 
-    def __call__(self, context: Context) -> tuple[Plan, Path]:
+    def __call__(self, context: Context) -> tuple[Federation, Path]:
         """The same for every node."""
-        return _get_plan(self.object_ref), self.folder
+        return _get_federation(self.object_ref), self.folder
 
 
 @lru_cache(maxsize=1)
-def _get_plan(object_ref: Any) -> Plan:
-    plan: Plan = ray.get(object_ref)
-    return plan
-
-
-Simulation = FlowerSimulation
-"""The name that `engine.run` imports."""
+def _get_federation(object_ref: Any) -> Federation:
+    federation: Federation = ray.get(object_ref)
+    return federation

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from safetensors import SafetensorError
 
 from dynafed import settings, tree
-from dynafed.engine.files import sole_owner, write_bytes
+from dynafed.engine.files import lock_folder, write_bytes
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.flower.refiner import NotFinite, Refiner
@@ -123,7 +123,7 @@ class DynaFed(Strategy):
         """
         if num_rounds <= self.refiner.settings.trajectory:
             log.warning("DynaFed: num_rounds = %d leaves none after dynafed.trajectory to refine in", num_rounds)
-        with sole_owner(self.refiner.folder) if self.refiner.folder else nullcontext():
+        with lock_folder(self.refiner.folder) if self.refiner.folder else nullcontext():
             arrays = self._restore(initial_arrays)
             done = self.rounds_done
 

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.app.typing import ConfigRecordValues
 
 from dynafed import tree
-from dynafed.engine.memory import LOST, NOTHING, read_receipt, receipt
+from dynafed.engine.client_store import EMPTY_CHECKSUM, LOST, read_receipt, receipt
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.messages import Broadcast, Update
@@ -118,7 +118,7 @@ def failure_reason(content: RecordDict) -> str | None:
 def failure_receipt(content: RecordDict) -> Tree:
     """The receipt that tells the server to forget a lost state; empty for any other reply."""
     record = content.config_records.get("failure")
-    return receipt(LOST, NOTHING) if record is not None and record.get("state-lost") is True else {}
+    return receipt(LOST, EMPTY_CHECKSUM) if record is not None and record.get("state-lost") is True else {}
 
 
 def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str) -> RecordDict:

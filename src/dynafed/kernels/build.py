@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynafed.config import cache_folder, compiler_name
+
 log = logging.getLogger("dynafed")
 
 SOURCES = ("convnet.cpp", "mlp.cpp")
@@ -47,7 +49,7 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where there is no compiler or it fails; that is said once."""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    compiler = shutil.which(compiler_name()) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         log.warning("no C++ compiler: networks run on torch's own kernels, which are slower")
         return None
@@ -73,7 +75,7 @@ def _compiled(compiler: str) -> Path:
         b"\0".join((*sources.values(), asked.stdout.encode(), _processor().encode(), *map(str.encode, FLAGS))),
         digest_size=12,
     )
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
+    folder = cache_folder()
     target = folder / f"kernels-{key.hexdigest()}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _nobody_else_writes(folder):

@@ -16,14 +16,14 @@ from dynafed.optim import BETAS, EPS, Optimizer
 class MLPTraining:
     """Minimises the mean cross-entropy of a fully connected ReLU network.
 
-    `params` are weight, bias, weight, bias, ..., the weights lying by columns; they are those of the optimiser.
+    `params` are weight, bias, weight, bias, ..., the weights column-major; they are those of the optimizer.
     """
 
     def __init__(self, params: Sequence[Tensor], optimizer: Optimizer) -> None:
         self.function, self.optimizer = function("mlp_train"), optimizer
         weights = params[::2]
         if not all(weight.t().is_contiguous() for weight in weights):
-            raise ValueError("the weights must lie by columns")
+            raise ValueError("the weights must be column-major")
         sizes = [weights[0].shape[1], *(len(weight) for weight in weights)]
         self.inputs, self.layers = sizes[0], ctypes.c_int64(len(weights))
         self.sizes = (ctypes.c_int64 * len(sizes))(*sizes)
@@ -31,13 +31,13 @@ class MLPTraining:
         tensors = []
         for parameter in params:
             number = own[parameter.data_ptr()]
-            tensors += [parameter, *(optimizer.kept[moment][number] for moment in ("exp_avg", "exp_avg_sq"))]
+            tensors += [parameter, *(optimizer.moments[moment][number] for moment in ("exp_avg", "exp_avg_sq"))]
         self.tensors = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
     def __call__(self, x: Tensor, y: Tensor, order: np.ndarray, batch: int) -> Tensor:
         """Take a step for each `batch` of the samples in this order; the losses before each."""
         if x[0].numel() != self.inputs or not (x.is_contiguous() and y.is_contiguous()):
-            raise ValueError(f"samples must have {self.inputs} numbers and lie in a row")
+            raise ValueError(f"samples must have {self.inputs} numbers and be contiguous")
         steps, optimizer = -(-len(order) // batch), self.optimizer
         losses = torch.empty(steps)
         order = np.ascontiguousarray(order, np.int64)

@@ -9,96 +9,124 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynafed.errors import UserError
-from dynafed.methods.base import Combiner, Finished, Host, Local, Method, Needs, Refined, Server
+from dynafed.methods.base import (
+    METHODS,
+    ClientContext,
+    ClientOutput,
+    ClientView,
+    Combined,
+    Combiner,
+    Method,
+    Needs,
+    ServerContext,
+    ServerOutput,
+    ServerRuntime,
+)
 from dynafed.methods.fedavg import Mean
-from dynafed.settings import nearest
+from dynafed.problem import Problem
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.config import Config
-    from dynafed.engine.plan import Plan
 
 __all__ = [
     "METHODS",
-    "SECTIONS",
+    "ClientContext",
+    "ClientOutput",
+    "ClientView",
+    "Combined",
     "Combiner",
     "Composition",
-    "Finished",
-    "Host",
-    "Local",
     "Mean",
     "Method",
     "Needs",
-    "Refined",
-    "Server",
+    "ServerContext",
+    "ServerOutput",
+    "ServerRuntime",
     "compose",
-    "split",
+    "load",
+    "section_types",
 ]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-METHODS = Method.registry
-"""Every method by name."""
-
-SECTIONS: dict[str, type[Any]] = {name: kind.Settings for name, kind in METHODS.items() if kind.Settings is not None}
-"""Every method's own settings."""
-
 
 @dataclass(frozen=True)
 class Composition:
-    """Methods that work together: one trains the clients, all may refine, in the order they were named."""
+    """Methods that work together: client halves in order, then server steps in the order they were named."""
 
-    client: Method
     steps: Sequence[Method]
+    """All methods, as named."""
+    clients: Sequence[Method]
+    """Those with a client half; FedAvg's if none has one."""
 
-    def combiner(self, plan: Plan) -> Combiner:
+    @property
+    def loss(self) -> Method:
+        """The method whose loss the clients minimize."""
+        return next((method for method in self.clients if method.changes_loss()), self.clients[0])
+
+    def combiner(self, server: ServerContext) -> Combiner:
         """The one average: a method's own, else the mean."""
-        own = [combiner for step in self.steps if (combiner := step.combiner(plan)) is not None]
-        return own[0] if own else Mean(plan.config.weighting)
+        own = [combiner for step in self.steps if (combiner := step.combiner(server)) is not None]
+        return own[0] if own else Mean(self.steps[0].config.weighting)
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether any step must see all the clients' models at once; a combiner sees them one by one."""
-        return any(step.needs.client_models and type(step).overrides("refine") for step in self.steps)
+        """Whether any server step must see all the clients' models at once; a combiner sees them one by one."""
+        return any(step.needs.client_models and type(step).overrides("server_step") for step in self.steps)
 
     @property
-    def enrols(self) -> bool:
-        """Whether the clients send something before round 1."""
-        return type(self.client).overrides("enrol")
+    def sets_up(self) -> Method | None:
+        """The method whose clients send something before round 1, if there is one."""
+        return next((method for method in self.clients if type(method).overrides("setup_client")), None)
 
-    def layout(self, plan: Plan) -> dict[str, Tree]:
-        """What an update must hold beside the model."""
-        sent = self.client.sends(plan)
-        return {self.client.name: sent} if sent else {}
+    @property
+    def uses_fedavg_steps(self) -> bool:
+        """Whether local training takes exactly the steps of FedAvg."""
+        return all(method.uses_fedavg_steps() for method in self.clients)
+
+    def extras_spec(self, problem: Problem) -> dict[str, Tree]:
+        """The layout of what an update holds beside the model, by method."""
+        specs = {method.name: method.extras_spec(problem) for method in self.clients}
+        return {name: spec for name, spec in specs.items() if spec}
 
 
-def split(method: str) -> list[str]:
-    """The names in `a+b+c`, each checked."""
-    names = [name.strip() for name in method.split("+")]
-    for name in names:
-        if name not in METHODS:
-            raise UserError(f"unknown method '{name}': {nearest(name, METHODS)}")
-    if len(set(names)) < len(names):
+def load(method: str) -> list[type[Method]]:
+    """The classes that `a+b+package.module:C` names."""
+    kinds = []
+    for name in (part.strip() for part in method.split("+")):
+        kind = METHODS.load(name)
+        if not (isinstance(kind, type) and issubclass(kind, Method) and kind.name):
+            raise UserError(f"method = '{name}' is not a dynafed.Method with a name")
+        kinds.append(kind)
+    if len({kind.name for kind in kinds}) < len(kinds):
         raise UserError(f"method = '{method}' names a method twice")
-    return names
+    return kinds
+
+
+def section_types(kinds: Sequence[type[Method]]) -> dict[str, type[Any]]:
+    """The settings of these methods, by section."""
+    return {kind.name: kind.Settings for kind in kinds if kind.Settings is not None}
 
 
 def compose(config: Config) -> Composition:
     """Put the config's methods together, or say why they don't fit."""
-    steps = [METHODS[name](config) for name in split(config.method)]
-    trainers = [step for step in steps if type(step).trains()]
+    steps = [kind(config) for kind in load(config.method)]
+    clients = [step for step in steps if type(step).has_client_half()] or steps[:1]
     averages = [step.name for step in steps if type(step).overrides("combiner")]
-    if len(trainers) > 1:
-        names = " and ".join(step.name for step in trainers)
-        raise UserError(f"method = '{config.method}': {names} both change local training; take one of them")
-    if len(averages) > 1:
-        raise UserError(f"method = '{config.method}': {' and '.join(averages)} both replace the average; take one")
-    if averages and config.weighting != "uniform":
-        raise UserError(f"{averages[0]} has weights of its own: set weighting = 'uniform', not '{config.weighting}'")
+    for role, found in (
+        ("have a loss of their own", [step.name for step in clients if step.changes_loss()]),
+        ("need a set-up of the clients", [step.name for step in clients if type(step).overrides("setup_client")]),
+        ("replace the average", averages),
+    ):
+        if len(found) > 1:
+            raise UserError(f"method = '{config.method}': {' and '.join(found)} both {role}; take one of them")
     for step in steps:
+        if step.name in averages and step.ignores_weighting and config.weighting != "uniform":
+            raise UserError(f"{step.name} has weights of its own: set weighting = 'uniform', not '{config.weighting}'")
         if step.needs.server_data and not config.server_samples:
             raise UserError(f"{step.name} needs {step.needs.server_data} server data: set server_samples, say to 1000")
-        if reason := step.refuses([other for other in steps if other is not step]):
+        if reason := step.incompatibility([other for other in steps if other is not step]):
             raise UserError(f"method = '{config.method}': {reason}")
-    return Composition(trainers[0] if trainers else steps[0], steps)
+    return Composition(steps, clients)

@@ -1,8 +1,8 @@
 """What a method is: up to two halves, each with defaults that are FedAvg's. A new method overrides what differs.
 
 The client half is a loss and a gradient correction, both pure. The server half sees the model after averaging, and may
-also replace the average itself. Whatever changes over time is a `Tree` that the engine keeps: a client's memory, the
-server's state. So a method is stateless, runs on every engine, and every checkpoint is complete.
+also replace the average itself. Whatever changes over time is a `Tree` that the engine keeps: a client's state, the
+server's state. So a method is stateless, runs on every backend, and every checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed.messages import Update
+from dynafed.problem import Problem
+from dynafed.registry import Registry
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.config import Config
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Needs:
     """What a method asks for beyond FedAvg; checked before round 1."""
 
     server_data: str = ""
-    """"unlabelled" or "labelled" if the server must hold samples (`server_samples`)."""
+    """"unlabeled" or "labeled" if the server must hold samples (`server_samples`)."""
     client_models: bool = False
     """Whether the server must see each client's model, not only the average."""
     client_memory: bool = False
-    """Whether a client must remember something between its rounds."""
+    """Whether a client keeps a state between its rounds."""
     features: bool = False
     """Whether the network must be `head(features(x))`, a `models.Classifier`."""
 
@@ -48,82 +49,113 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Local:
-    """What a client can look at during one round of local training."""
+class ClientView:
+    """One client before round 1: the problem, and that client's own data. Nothing leads to another client's data."""
+
+    client: int
+    problem: Problem
+    x: Tensor
+    """The client's samples, normalized, on the problem's device."""
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What a client half can use during one round of local training."""
 
     client: int
     forward: Callable[[Tree, Tensor], Tensor]
     """Logits of the model with the given trainable parameters."""
-    start: Tree
+    global_params: Tree
     """The trainable parameters of the global model, as received."""
-    buffers: Tree
-    """The rest of the global model, as received. A second model runs with `forward(other | buffers, x)`: without them,
-    it would write its batch norms' statistics into the model that is being trained."""
+    global_buffers: Tree
+    """The rest of the global model, as received. A second model runs with `forward(other | global_buffers, x)`: without
+    them, it would write its batch norms' statistics into the model that is being trained."""
     extras: Tree
     """What the method's own server half sent along."""
-    memory: Tree
+    state: Tree
     """What this client kept from its last round; empty at first."""
     x: Tensor
     y: Tensor
-    """The client's whole data, normalised."""
+    """All of the client's samples, normalized, and their labels."""
     steps: int
     lr: float
     rng: np.random.Generator
-    """The method's own random stream, for `begin` and `draw`; the order of the batches doesn't depend on it."""
+    """The method's own random stream, for `prepare` and `sample_step`; the order of the batches has another."""
     features: Callable[[Tree, Tensor], Tensor]
-    """The vectors that the head sees, with the given parameters; only if `Needs.features`."""
+    """The vectors that the head takes, with the given parameters; only if `Needs.features`."""
     head: Callable[[Tree, Tensor], Tensor]
     """Logits of such vectors."""
-    carry: Tree = field(default_factory=dict)
-    """What `begin` returned."""
-    drawn: Tree = field(default_factory=dict)
-    """What `draw` returned for this step."""
+    prepared: Tree = field(default_factory=dict)
+    """What `prepare` returned."""
+    sampled: Tree = field(default_factory=dict)
+    """What `sample_step` returned for this step."""
 
 
 @dataclass(frozen=True)
-class Finished:
-    """What a client keeps and what it sends up beside its model."""
+class ClientOutput:
+    """What a client keeps for its next round, and what it sends beside its model."""
 
-    memory: Tree = field(default_factory=dict)
+    state: Tree = field(default_factory=dict)
     extras: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Host:
+class ServerRuntime:
     """What the machine that runs the server offers to long server work."""
 
     folder: Path | None = None
     """For a method's own files, such as work in progress; the run's folder, if there is one."""
-    check: Callable[[], None] = lambda: None
-    """To be called where stopping loses nothing: it raises if somebody asked the run to stop."""
-    busy: Callable[[str, int, int], None] = lambda what, done, total: None
+    check_stop: Callable[[], None] = lambda: None
+    """Raises if the run should stop. Called where stopping loses nothing."""
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
     """Shows how far a piece of work is."""
+    threads: int = 0
+    """That server work may use (0: one a core); their number changes no bit."""
+    measure: Callable[..., Any] | None = None
+    """Measures D_syn against real samples, which only a simulation has; None unless `dynafed.evidence` asks for it."""
 
 
 @dataclass(frozen=True)
-class Server:
-    """What the server half can look at in one round."""
+class ServerContext:
+    """What a server half can use in one round. Nothing leads to a client's data."""
 
-    plan: Plan
+    problem: Problem
     round: int
-    before: Tree
+    global_model: Tree
     """The global model that the clients started from."""
-    combined: Tree
-    """The average of the clients' models, whatever the steps before this one made of it."""
-    extras: Tree
+    data: tuple[Tensor, Tensor] | None = None
+    """The samples (normalized, on the device) and labels that the server holds; None if it has none."""
+    runtime: ServerRuntime = ServerRuntime()
+    average: Tree = field(default_factory=dict)
+    """The combined model before any server step; empty while updates are still being combined."""
+    extras: Tree = field(default_factory=dict)
     """The uniform mean of what the clients' halves of this method sent."""
-    participants: int
+    participants: int = 0
     updates: Sequence[Update] = ()
     """Every accepted update, if the method needs client models; else empty."""
-    host: Host = Host()
+
+    @property
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """The server's samples and labels, for a method that needs them."""
+        assert self.data is not None  # `Needs.server_data` was checked before round 1
+        return self.data
 
 
 @dataclass(frozen=True)
-class Refined:
+class ServerOutput:
     """A server half's result: the new model, its own new state, and numbers for metrics.jsonl."""
 
     model: Tree
     state: Tree
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What a combiner returns: one model, and numbers for metrics.jsonl."""
+
+    model: Tree
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -133,7 +165,7 @@ class Combiner(Protocol):
     def add(self, update: Update) -> None:
         """Take one more update."""
 
-    def result(self) -> Tree:
+    def result(self) -> Combined:
         """The combined model."""
 
 
@@ -145,83 +177,91 @@ class Method:
     citation: ClassVar[str] = ""
     needs: ClassVar[Needs] = Needs()
     Settings: ClassVar[type[Any] | None] = None
-    strengths: ClassVar[tuple[str, ...]] = ()
-    """Settings that, all at 0, leave nothing of what the method does to local training."""
-
-    registry: ClassVar[dict[str, type[Method]]] = {}
+    """A frozen dataclass of `settings.setting` fields, read from the config's section `name`."""
+    zero_means_fedavg: ClassVar[tuple[str, ...]] = ()
+    """Settings that, all at 0, make local training that of FedAvg."""
+    ignores_weighting: ClassVar[bool] = True
+    """Whether a combiner of its own has weights of its own, so that `weighting = "examples"` would have no effect."""
 
     def __init_subclass__(cls) -> None:
         if vars(cls).get("name"):
-            Method.registry[cls.name] = cls
+            METHODS.add(cls.name, cls)
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.settings: Any = config.section(self.name, self.Settings) if self.Settings else None
 
-    def refuses(self, others: Sequence[Method]) -> str | None:
-        """Why it makes no sense with this config, or together with these other methods; None if it does."""
+    def incompatibility(self, others: Sequence[Method]) -> str | None:
+        """Why the method can't run with this config, or together with these others; None if it can."""
         return None
+
+    def composed_with(self) -> list[type[Method]]:
+        """The other methods of the config's composition."""
+        kinds = [METHODS.load(name.strip()) for name in self.config.method.split("+")]
+        return [kind for kind in kinds if kind is not type(self)]
 
     # The client half
 
-    def enrol(self, plan: Plan, client: int) -> Tree:
-        """What every client sends once, before round 1. Costs nothing unless a method overrides it."""
+    def setup_client(self, client: ClientView) -> Tree:
+        """Returns what every client sends once, before round 1."""
         return {}
 
-    def sends_once(self, plan: Plan) -> Tree:
-        """The layout of what `enrol` gives, without its rows: an enrolment that looks different is left out."""
+    def setup_spec(self, problem: Problem) -> Tree:
+        """The layout of what `setup_client` returns, without its rows: a set-up that differs is left out."""
         return {}
 
-    def begin(self, local: Local) -> Tree:
-        """Prepare what stays the same during local training; it arrives in `local.carry`."""
+    def prepare(self, client: ClientContext) -> Tree:
+        """Returns what stays the same during local training, as `client.prepared`. Called before the first step."""
         return {}
 
-    def draw(self, size: int, local: Local) -> Tree:
-        """What is random in one step on `size` samples; it arrives in `local.drawn`, so that `loss` stays pure."""
+    def sample_step(self, batch_size: int, client: ClientContext) -> Tree:
+        """Returns what is random in one step, as `client.sampled`, so that `loss` is pure. Called before each step."""
         return {}
 
-    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+    def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """The loss of one batch, a function of tensors only."""
-        return F.cross_entropy(local.forward(params, x), y)
+        return F.cross_entropy(client.forward(params, x), y)
 
-    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
-        """Correct the gradients of one step."""
+    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
+        """Returns the gradients by which one step is taken. Corrections of several methods are applied in turn."""
         return grads
 
-    def finish(self, params: Tree, local: Local) -> Finished:
-        """What to keep and what to send, after the last step."""
-        return Finished()
+    def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
+        """Returns what to keep and what to send. Called after the last step."""
+        return ClientOutput()
 
-    def sends(self, plan: Plan) -> Tree:
-        """The layout of `Finished.extras`: an update with other names, shapes or dtypes is rejected."""
+    def extras_spec(self, problem: Problem) -> Tree:
+        """The layout of `ClientOutput.extras`: an update with other names, shapes or dtypes is rejected."""
         return {}
 
     # The server half
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The server's state before round 1."""
         return {}
 
-    def admit(self, state: Tree, plan: Plan, enrolments: Iterable[Tree]) -> Tree:
-        """The server's state after what the clients sent with `enrol`."""
+    def setup_server(self, state: Tree, setups: Iterable[Tree], problem: Problem) -> Tree:
+        """The server's state after what the clients sent with `setup_client`."""
         return state
 
     def broadcast(self, state: Tree) -> Tree:
-        """What every sampled client gets beside the model."""
+        """Returns what every sampled client gets beside the model."""
         return {}
 
-    def combiner(self, plan: Plan) -> Combiner | None:
-        """Something in the average's place."""
+    def combiner(self, server: ServerContext) -> Combiner | None:
+        """Returns what takes the average's place in this round."""
         return None
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
-        """Change the combined model."""
-        return Refined(model, state)
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
+        """Changes the combined model. Called once a round, in the order in which the methods are named."""
+        return ServerOutput(model, state)
 
-    def plain(self) -> bool:
-        """Whether local training takes the very steps of FedAvg."""
-        off = self.strengths and not any(getattr(self.settings, name) for name in self.strengths)
-        return bool(off) or not self.overrides("draw", "loss", "adjust")
+    # What the engine asks about a method
+
+    def uses_fedavg_steps(self) -> bool:
+        """Whether local training takes exactly the steps of FedAvg."""
+        off = self.zero_means_fedavg and not any(getattr(self.settings, name) for name in self.zero_means_fedavg)
+        return bool(off) or not self.overrides("sample_step", "loss", "correct_gradients")
 
     @classmethod
     def overrides(cls, *functions: str) -> bool:
@@ -229,6 +269,20 @@ class Method:
         return any(getattr(cls, name) is not getattr(Method, name) for name in functions)
 
     @classmethod
-    def trains(cls) -> bool:
-        """Whether it has a client half."""
-        return cls.overrides("enrol", "begin", "draw", "loss", "adjust", "finish")
+    def has_client_half(cls) -> bool:
+        """Whether it changes anything on the clients."""
+        return cls.overrides("setup_client", "prepare", "finish") or cls.changes_loss() or cls.corrects_gradients()
+
+    @classmethod
+    def changes_loss(cls) -> bool:
+        """Whether it has a loss of its own; only one method of a composition can."""
+        return cls.overrides("sample_step", "loss")
+
+    @classmethod
+    def corrects_gradients(cls) -> bool:
+        """Whether it corrects gradients; corrections of several methods chain."""
+        return cls.overrides("correct_gradients")
+
+
+METHODS: Registry[type[Method]] = Registry("method", {})
+"""Every method by name. A subclass of `Method` with a name is added when it is defined."""

@@ -12,12 +12,12 @@ Algorithm 2 of the paper, as a server step that needs only the averaged model:
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynafed import tree
 from dynafed.errors import UserError
-from dynafed.methods.base import Host, Method, Refined, Server
+from dynafed.methods.base import Method, ServerContext, ServerOutput, ServerRuntime
+from dynafed.problem import Problem
 from dynafed.synthesis.matching import reject_batch_norm
 from dynafed.synthesis.problem import SynthesisProblem, synthesize_from_trajectory
 from dynafed.synthesis.refine import finetune
@@ -27,7 +27,6 @@ from dynafed.tree import Tree
 
 if TYPE_CHECKING:
     from dynafed.config import Config
-    from dynafed.engine.plan import Plan
 
 log = logging.getLogger("dynafed")
 
@@ -55,7 +54,9 @@ class Algorithm:
             parts["synthetic"] = SyntheticData.load(self.settings.synthetic, problem.shape, problem.classes).tree()
         return tree.nest(parts)
 
-    def refine(self, problem: SynthesisProblem, model: Tree, state: Tree, round_num: int, host: Host) -> Refined:
+    def refine(
+        self, problem: SynthesisProblem, model: Tree, state: Tree, round_num: int, runtime: ServerRuntime
+    ) -> ServerOutput:
         """Record the model, synthesize D_syn or fine-tune the model on it, depending on the round.
 
         Not called for failed rounds, so the number of checkpoints decides, not the number of rounds.
@@ -71,17 +72,17 @@ class Algorithm:
             parts["trajectory"], length = self._record(parts.get("trajectory", {}), model, round_num)
             if length == self.length and (not ready or since % again == 0):
                 synthesized, metrics = synthesize_from_trajectory(
-                    parts["trajectory"], problem, self.settings, round_num, host
+                    parts["trajectory"], problem, self.settings, round_num, runtime
                 )
                 if synthesized is not None:
                     parts["synthetic"] = synthesized.tree()
                     if not again:
                         del parts["trajectory"]
-        return Refined(model, tree.nest(parts), metrics)
+        return ServerOutput(model, tree.nest(parts), metrics)
 
     def _record(self, trajectory: Tree, model: Tree, round_num: int) -> tuple[Tree, int]:
         """The trajectory with one more checkpoint, without the oldest if there are too many; and its length."""
-        checkpoints = tree.unnest(trajectory) | {f"{round_num:06d}": tree.clone(model)}
+        checkpoints = tree.unnest(trajectory) | {f"{round_num:06d}": tree.clone_contiguous(model)}
         kept = sorted(checkpoints)[-self.length :]
         return tree.nest({number: checkpoints[number] for number in kept}), len(kept)
 
@@ -99,24 +100,25 @@ class DynaFed(Method):
         super().__init__(config)
         self.algorithm = Algorithm(self.settings)
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The state before round 1."""
-        if plan.config.rounds <= self.settings.trajectory:
-            log.warning("rounds = %d leaves none after dynafed.trajectory to refine in", plan.config.rounds)
-        return self.algorithm.initial(self._problem(plan), model)
+        if self.config.rounds <= self.settings.trajectory:
+            log.warning("rounds = %d leaves none after dynafed.trajectory to refine in", self.config.rounds)
+        return self.algorithm.initial(_synthesis_problem(problem, ServerRuntime()), model)
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """One round of Algorithm 2."""
-        return self.algorithm.refine(self._problem(server.plan), model, state, server.round, server.host)
+        problem = _synthesis_problem(server.problem, server.runtime)
+        return self.algorithm.refine(problem, model, state, server.round, server.runtime)
 
-    def _problem(self, plan: Plan) -> SynthesisProblem:
-        from dynafed.synthesis.quality import measure_quality
 
-        return SynthesisProblem(
-            plan.module,
-            plan.dataset.shape,
-            plan.dataset.classes,
-            plan.seeds,
-            plan.path.server_threads,
-            partial(measure_quality, plan) if self.settings.evidence else None,
-        )
+def _synthesis_problem(problem: Problem, runtime: ServerRuntime) -> SynthesisProblem:
+    return SynthesisProblem(
+        problem.network,
+        problem.shape,
+        problem.classes,
+        problem.seeds,
+        runtime.threads,
+        runtime.measure,
+        accelerate=False,
+    )

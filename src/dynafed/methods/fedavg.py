@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dynafed.messages import Update
-from dynafed.methods.base import Method
+from dynafed.methods.base import Combined, Method
 from dynafed.tree import Tree
 
 
@@ -31,8 +31,11 @@ class Mean:
 
     def add(self, update: Update) -> None:
         """Add one model. The sums are double precision, so that the order of clients hardly matters."""
-        weight = float(update.examples) if self.weighting == "examples" else 1.0
-        self.add_tree(update.model, weight)
+        self.add_tree(update.model, self.weight(update))
+
+    def weight(self, update: Update) -> float:
+        """How much an update counts."""
+        return float(update.examples) if self.weighting == "examples" else 1.0
 
     def add_tree(self, tree: Tree, weight: float = 1.0) -> None:
         """Add any tree."""
@@ -43,8 +46,12 @@ class Mean:
                 self.sums[name] = torch.zeros(tensor.shape, dtype=torch.float64)
             self.sums[name].add_(tensor, alpha=weight)
 
-    def result(self) -> Tree:
-        """The mean, in the models' own dtypes; whole-number buffers are rounded."""
+    def result(self) -> Combined:
+        """The mean of the models."""
+        return Combined(self.mean())
+
+    def mean(self) -> Tree:
+        """The mean, in the trees' own dtypes; whole-number buffers are rounded."""
         means = {name: total / self.total for name, total in self.sums.items()}
         return {
             name: (mean if self.dtypes[name].is_floating_point else mean.round()).to(self.dtypes[name])

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dynafed import tree
-from dynafed.distillation import distil
-from dynafed.methods.base import Method, Needs, Refined, Server
+from dynafed.distillation import distill
+from dynafed.methods.base import Method, Needs, ServerContext, ServerOutput
 from dynafed.methods.fedavg import Mean
 from dynafed.settings import setting
 from dynafed.tree import Tree
@@ -48,20 +48,20 @@ class FedBE(Method):
     name = "fedbe"
     summary = "FedDF with sampled teachers and stochastic weight averaging"
     citation = "Chen and Chao, ICLR 2021"
-    needs = Needs(server_data="unlabelled", client_models=True)
+    needs = Needs(server_data="unlabeled", client_models=True)
     Settings = FedBESettings
     settings: FedBESettings
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
-        """Sample, distil, average."""
-        chosen, plan = self.settings, server.plan
-        x, _ = plan.server_data()
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
+        """Sample, distill, average."""
+        chosen, problem = self.settings, server.problem
+        x, _ = server.samples
         steps = chosen.epochs * -(-len(x) // chosen.batch_size)
         if not steps:
-            return Refined(model, state)
-        teachers = [plan.predict(teacher, x).softmax(1) for teacher in self.teachers(server)]
+            return ServerOutput(model, state)
+        teachers = [problem.predict(teacher, x).softmax(1) for teacher in self.teachers(server)]
         first, swa, student = min(chosen.swa_start, steps // 2), Mean("uniform"), model
-        for done, student in distil(
+        for done, student in distill(
             self.name,
             model,
             torch.stack(teachers).mean(0),
@@ -72,8 +72,9 @@ class FedBE(Method):
             rate=self.rate,
         ):
             if done > first and (done % chosen.cycle == 0 or done == steps):
-                swa.add_tree(tree.to(tree.only(student, plan.trainable), "cpu"))
-        return Refined(tree.to(tree.clone(student), "cpu") | swa.result(), state, {"distillation_steps": steps})
+                swa.add_tree(tree.to(tree.only(student, problem.trainable), "cpu"))
+        student = tree.to(tree.clone_contiguous(student), "cpu")
+        return ServerOutput(student | swa.mean(), state, {"distillation_steps": steps})
 
     def rate(self, step: int) -> float:
         """From `lr` down to `lr_end` in a straight line, again in every cycle."""
@@ -81,17 +82,17 @@ class FedBE(Method):
         done = (step % chosen.cycle) / max(1, chosen.cycle - 1)
         return float(chosen.lr + (chosen.lr_end - chosen.lr) * done)
 
-    def teachers(self, server: Server) -> Iterator[Tree]:
+    def teachers(self, server: ServerContext) -> Iterator[Tree]:
         """The clients' models, their mean and the samples, one at a time; the samples have the mean's buffers."""
         yield from (update.model for update in server.updates)
-        yield server.combined
-        rng = server.plan.seeds.rng("fedbe-samples", server.round)
-        parts = [tree.only(update.model, server.plan.trainable) for update in server.updates]
+        yield server.average
+        rng = server.problem.seeds.rng("fedbe-samples", server.round)
+        parts = [tree.only(update.model, server.problem.trainable) for update in server.updates]
         for _ in range(self.settings.samples):
             if self.settings.distribution == "dirichlet":
-                yield server.combined | _mixed(parts, rng, self.settings.concentration)
+                yield server.average | _mixed(parts, rng, self.settings.concentration)
             else:
-                yield server.combined | _gaussian(parts, rng)
+                yield server.average | _gaussian(parts, rng)
 
 
 def _gaussian(parts: list[Tree], rng: np.random.Generator) -> Tree:
@@ -109,4 +110,4 @@ def _mixed(parts: list[Tree], rng: np.random.Generator, concentration: float) ->
     mean = Mean("uniform")
     for part, weight in zip(parts, rng.dirichlet([concentration] * len(parts)), strict=True):
         mean.add_tree(part, float(weight))
-    return mean.result()
+    return mean.mean()

@@ -1,4 +1,4 @@
-"""FedDF: the server teaches the averaged model what the clients' models say together about unlabelled data.
+"""FedDF: the server teaches the averaged model what the clients' models say together about unlabeled data.
 
 Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from dynafed import tree
-from dynafed.distillation import LOOK_EVERY, distil
-from dynafed.methods.base import Method, Needs, Refined, Server
+from dynafed.distillation import LOOK_EVERY, distill
+from dynafed.methods.base import Method, Needs, ServerContext, ServerOutput
 from dynafed.settings import setting
 from dynafed.tree import Tree
 
@@ -31,7 +31,7 @@ class FedDFSettings:
 
 
 class FedDF(Method):
-    """Minimises KL(softmax of the clients' mean logits, student), starting at the average.
+    """Minimizes KL(softmax of the clients' mean logits, student), starting at the average.
 
     The paper stops when accuracy on a validation set stops rising. Without labels, the share of the server's samples on
     which student and ensemble choose the same class takes its place. That is no safeguard: clients that know a class
@@ -39,27 +39,27 @@ class FedDF(Method):
     """
 
     name = "feddf"
-    summary = "distils the ensemble of the clients' models into the average, on unlabelled server data"
+    summary = "distills the ensemble of the clients' models into the average, on unlabeled server data"
     citation = "Lin et al., NeurIPS 2020"
-    needs = Needs(server_data="unlabelled", client_models=True)
+    needs = Needs(server_data="unlabeled", client_models=True)
     Settings = FedDFSettings
     settings: FedDFSettings
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
-        """Distil."""
-        chosen, plan = self.settings, server.plan
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
+        """Distill."""
+        chosen, problem = self.settings, server.problem
         if not chosen.steps:
-            return Refined(model, state)
-        x, y = plan.server_data()
-        logits = torch.stack([plan.predict(update.model, x) for update in server.updates]).mean(0)
+            return ServerOutput(model, state)
+        x, y = server.samples
+        logits = torch.stack([problem.predict(update.model, x) for update in server.updates]).mean(0)
         wanted = y if chosen.validate else logits.argmax(1)
 
         def score(weights: Tree) -> int:
-            return int((plan.predict(weights, x).argmax(1) == wanted).sum())
+            return int((problem.predict(weights, x).argmax(1) == wanted).sum())
 
         best, best_step, kept = score(model) if chosen.validate else -1, 0, model
         done, student = 0, model
-        steps = distil(
+        steps = distill(
             self.name,
             model,
             logits.softmax(1),
@@ -72,8 +72,8 @@ class FedDF(Method):
         for done, student in steps:
             if done % LOOK_EVERY == 0 or done == chosen.steps:
                 if (right := score(student)) > best:
-                    best, best_step, kept = right, done, tree.clone(student)
+                    best, best_step, kept = right, done, tree.clone_contiguous(student)
                 elif done - best_step >= chosen.patience:
                     break
         result, taken = (kept, best_step) if chosen.validate else (student, done)
-        return Refined(tree.to(tree.clone(result), "cpu"), state, {"distillation_steps": taken})
+        return ServerOutput(tree.to(tree.clone_contiguous(result), "cpu"), state, {"distillation_steps": taken})

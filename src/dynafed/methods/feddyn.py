@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
+from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
+from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors, only
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
 class FedDynSettings:
     """Section `feddyn`."""
 
-    alpha: float = setting(0.01, "strength of the regularisation; the paper takes 0.1, 0.01 or 0.001", low=0)
+    alpha: float = setting(0.01, "strength of the regularization; the paper takes 0.1, 0.01 or 0.001", low=0)
 
 
 class FedDyn(Method):
@@ -40,39 +37,52 @@ class FedDyn(Method):
     needs = Needs(client_memory=True)
     Settings = FedDynSettings
     settings: FedDynSettings
-    strengths = ("alpha",)
+    zero_means_fedavg = ("alpha",)
 
-    def refuses(self, others: Sequence[Method]) -> str | None:
-        """The server's h is a uniform mean over clients, and so must be the average that it is read off."""
-        return None if self.config.weighting == "uniform" else "feddyn's clients count alike: weighting = 'uniform'"
+    def incompatibility(self, others: Sequence[Method]) -> str | None:
+        """h is a uniform mean over clients, and so must be the average; a client's optimum has only FedDyn's terms."""
+        if self.config.weighting != "uniform":
+            return "feddyn's clients count alike: weighting = 'uniform'"
+        second = [other.name for other in others if other.corrects_gradients()]
+        return (
+            f"feddyn's state is wrong where {second[0]} corrects the gradient, too; take one of them"
+            if second
+            else None
+        )
 
-    def begin(self, local: Local) -> Tree:
+    def prepare(self, client: ClientContext) -> Tree:
         """The client's last gradient g_i, zero at first."""
-        return local.memory or map_tensors(torch.zeros_like, local.start)
+        return client.state or map_tensors(torch.zeros_like, client.global_params)
 
-    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
+    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
         """Add the gradient of both terms."""
         alpha = self.settings.alpha
         return map_tensors(
-            lambda grad, w, start, last: grad + alpha * (w - start) - last, grads, params, local.start, local.carry
+            lambda grad, w, start, last: grad + alpha * (w - start) - last,
+            grads,
+            params,
+            client.global_params,
+            client.prepared,
         )
 
-    def finish(self, params: Tree, local: Local) -> Finished:
+    def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """At the optimum of the bent loss, the data's own gradient is g_i - alpha * (w_i - w_global)."""
         alpha = self.settings.alpha
-        return Finished(
-            memory=map_tensors(lambda last, w, start: last - alpha * (w - start), local.carry, params, local.start)
+        return ClientOutput(
+            state=map_tensors(
+                lambda last, w, start: last - alpha * (w - start), client.prepared, params, client.global_params
+            )
         )
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The server's h = 0."""
-        return map_tensors(torch.zeros_like, only(model, plan.trainable))
+        return map_tensors(torch.zeros_like, only(model, problem.trainable))
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """Update h and shift the model by -h/alpha; buffers stay as they are."""
         alpha = self.settings.alpha
         if alpha == 0:
-            return Refined(model, state)
-        scale = alpha * server.participants / len(server.plan.partition)
-        h = {name: state[name] - scale * (server.combined[name] - server.before[name]) for name in state}
-        return Refined(model | {name: model[name] - h[name] / alpha for name in h}, h)
+            return ServerOutput(model, state)
+        scale = alpha * server.participants / server.problem.clients
+        h = {name: state[name] - scale * (server.average[name] - server.global_model[name]) for name in state}
+        return ServerOutput(model | {name: model[name] - h[name] / alpha for name in h}, h)

@@ -1,4 +1,4 @@
-"""FedGen: the server learns to generate features of each class, and clients practise on them.
+"""FedGen: the server learns to generate features of each class, and clients practice on them.
 
 Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021.
 """
@@ -6,7 +6,6 @@ Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,10 @@ from torch import Tensor
 
 from dynafed import optim
 from dynafed.generator import all_heads, draw_inputs, fresh, generate, generator_loss
-from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
+from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
+from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, nest, only, to, unnest
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -53,42 +50,42 @@ class FedGen(Method):
     needs = Needs(client_models=True, features=True)
     Settings = FedGenSettings
     settings: FedGenSettings
-    strengths = ("alpha", "beta")
+    zero_means_fedavg = ("alpha", "beta")
 
-    def draw(self, size: int, local: Local) -> Tree:
+    def sample_step(self, batch_size: int, client: ClientContext) -> Tree:
         """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
-        chosen, rounds = self.settings, int(local.extras["seen/rounds"])
+        chosen, rounds = self.settings, int(client.extras["seen/rounds"])
         if not rounds:
             return {}
-        shares, device = local.extras["seen/labels"], local.x.device
-        labels, noise = draw_inputs(shares, chosen.client_batch, chosen.noise, local.rng, device, more=size)
+        shares, device = client.extras["seen/labels"], client.x.device
+        labels, noise = draw_inputs(shares, chosen.client_batch, chosen.noise, client.rng, device, more=batch_size)
         return {"labels": labels, "noise": noise, "fading": noise.new_tensor(chosen.decay**rounds)}
 
-    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+    def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """Cross-entropy and both terms."""
-        if not local.drawn:
-            return super().loss(params, x, y, local)
-        chosen, drawn = self.settings, local.drawn
+        if not client.sampled:
+            return super().loss(params, x, y, client)
+        chosen, drawn = self.settings, client.sampled
         labels = torch.cat([y, drawn["labels"]])
         # In one batch, so that its statistics never come from a single sample.
-        generated = local.head(params, generate(unnest(local.extras)["net"], drawn["noise"], labels))
-        agreed, logits = generated[: len(y)].softmax(1).detach(), local.forward(params, x)
+        generated = client.head(params, generate(unnest(client.extras)["net"], drawn["noise"], labels))
+        agreed, logits = generated[: len(y)].softmax(1).detach(), client.forward(params, x)
         taught = F.cross_entropy(generated[len(y) :], drawn["labels"])
         agreement = F.kl_div(logits.log_softmax(1), agreed, reduction="batchmean")
         return F.cross_entropy(logits, y) + drawn["fading"] * (chosen.alpha * taught + chosen.beta * agreement)
 
-    def finish(self, params: Tree, local: Local) -> Finished:
+    def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Say how many samples of each label there are."""
-        return Finished(extras={"counts": torch.bincount(local.y, minlength=len(local.extras["seen/labels"]))})
+        return ClientOutput(extras={"counts": torch.bincount(client.y, minlength=len(client.extras["seen/labels"]))})
 
-    def sends(self, plan: Plan) -> Tree:
+    def extras_spec(self, problem: Problem) -> Tree:
         """One whole number for each class."""
-        return {"counts": torch.zeros(plan.dataset.classes, dtype=torch.int64)}
+        return {"counts": torch.zeros(problem.classes, dtype=torch.int64)}
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """A fresh generator."""
-        chosen, classes = self.settings, plan.dataset.classes
-        with plan.seeds.torch_seeded(self.name):
+        chosen, classes = self.settings, problem.classes
+        with problem.seeds.torch_seeded(self.name):
             net = fresh(chosen.noise, classes, chosen.hidden, width=model["head.weight"].shape[1])
         return nest({"net": net, "seen": {"rounds": torch.tensor(0), "labels": torch.full((classes,), 1 / classes)}})
 
@@ -96,25 +93,25 @@ class FedGen(Method):
         """The generator, how long it was trained, and how often each label occurs."""
         return {name: tensor for name, tensor in state.items() if not name.startswith("adam/")}
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """Train the generator; the model stays as it is."""
-        chosen, plan, parts = self.settings, server.plan, unnest(state)
+        chosen, problem, parts = self.settings, server.problem, unnest(state)
         counts = torch.stack([update.extras[self.name]["counts"] for update in server.updates]).clamp(min=0).double()
         labels = (counts.sum(0) / counts.sum()).float() if counts.any() else parts["seen"]["labels"]
         seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": labels}
-        trust = (counts / counts.sum(0).clamp(min=1)).to(plan.device, torch.float32)
+        trust = (counts / counts.sum(0).clamp(min=1)).to(problem.device, torch.float32)
         names = [name for name in model if name.startswith("head.")]
-        heads = all_heads(plan.head, [to(only(update.model, names), plan.device) for update in server.updates])
+        heads = all_heads(problem.head, [to(only(update.model, names), problem.device) for update in server.updates])
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
-        net = {name: parts["net"][name].to(plan.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
+        net = {name: parts["net"][name].to(problem.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
-        adam.restore(to(parts.get("adam", {}), plan.device))
-        rng, total = plan.seeds.rng(self.name, server.round), 0.0
+        adam.load_state(to(parts.get("adam", {}), problem.device))
+        rng, total = problem.seeds.rng(self.name, server.round), 0.0
         for _ in range(chosen.steps):
-            labels, noise = draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, plan.device)
+            labels, noise = draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, problem.device)
             loss = generator_loss(net, heads, trust, noise, labels, chosen.diversity)
             adam.step(torch.autograd.grad(loss, list(net.values())))
             total += loss.item()
-        trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": adam.moments()}
+        trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": adam.state()}
         metrics = {"generator_loss": total / chosen.steps} if chosen.steps else {}
-        return Refined(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)
+        return ServerOutput(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed.errors import UserError
-from dynafed.methods.base import Local, Method, Refined, Server
+from dynafed.methods.base import ClientContext, ClientView, Method, ServerContext, ServerOutput
+from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -46,58 +43,60 @@ class FedMix(Method):
     citation = "Yoon et al., ICLR 2021"
     Settings = FedMixSettings
     settings: FedMixSettings
-    strengths = ("ratio",)
+    zero_means_fedavg = ("ratio",)
 
-    def enrol(self, plan: Plan, client: int) -> Tree:
+    def setup_client(self, client: ClientView) -> Tree:
         """The client's averages: every group has `samples` samples or a few more, never fewer."""
-        x, y = plan.client_data(client)
-        targets = F.one_hot(y, plan.dataset.classes).to(x.dtype)
+        problem, x, y = client.problem, client.x, client.y
+        targets = F.one_hot(y, problem.classes).to(x.dtype)
         averages = len(y) // self.settings.samples
         if not averages:
-            return self.sends_once(plan)
-        order = torch.from_numpy(plan.seeds.rng("fedmix", client).permutation(len(y))).to(plan.device)
+            return self.setup_spec(problem)
+        order = torch.from_numpy(problem.seeds.rng("fedmix", client.client).permutation(len(y))).to(problem.device)
         groups = torch.tensor_split(order, averages)
         return {
             name: torch.stack([values[group].mean(0) for group in groups]).cpu()
             for name, values in (("x", x), ("y", targets))
         }
 
-    def sends_once(self, plan: Plan) -> Tree:
+    def setup_spec(self, problem: Problem) -> Tree:
         """Averages of samples and of their labels, one a row."""
-        return {"x": torch.zeros(0, *plan.dataset.shape), "y": torch.zeros(0, plan.dataset.classes)}
+        return {"x": torch.zeros(0, *problem.shape), "y": torch.zeros(0, problem.classes)}
 
-    def admit(self, state: Tree, plan: Plan, enrolments: Iterable[Tree]) -> Tree:
+    def setup_server(self, state: Tree, setups: Iterable[Tree], problem: Problem) -> Tree:
         """Pool all averages, and draw some of them for round 1."""
-        sent = list(enrolments)
+        sent = list(setups)
         if not any(len(each["y"]) for each in sent):
             raise UserError(f"no client has the fedmix.samples = {self.settings.samples} samples that make an average")
         pool = {name: torch.cat([each[name] for each in sent]) for name in ("x", "y")}
-        return pool | {"rows": self._drawn(len(pool["y"]), plan, 1)}
+        return pool | {"rows": self._drawn(len(pool["y"]), problem, 1)}
 
     def broadcast(self, state: Tree) -> Tree:
         """The averages that were drawn for this round."""
         return {name: state[name][state["rows"]] for name in ("x", "y")}
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """Draw for the next round; the model stays as it is."""
-        return Refined(model, state | {"rows": self._drawn(len(state["y"]), server.plan, server.round + 1)})
+        return ServerOutput(model, state | {"rows": self._drawn(len(state["y"]), server.problem, server.round + 1)})
 
-    def _drawn(self, size: int, plan: Plan, round: int) -> Tensor:
+    def _drawn(self, size: int, problem: Problem, round_num: int) -> Tensor:
         count = min(self.settings.sent or size, size)
-        return torch.from_numpy(plan.seeds.rng("fedmix-sent", round).choice(size, count, replace=False, shuffle=False))
+        return torch.from_numpy(
+            problem.seeds.rng("fedmix-sent", round_num).choice(size, count, replace=False, shuffle=False)
+        )
 
-    def draw(self, size: int, local: Local) -> Tree:
+    def sample_step(self, batch_size: int, client: ClientContext) -> Tree:
         """One average."""
-        row = int(local.rng.integers(len(local.extras["y"])))
-        return {name: values[row] for name, values in local.extras.items()}
+        row = int(client.rng.integers(len(client.extras["y"])))
+        return {name: values[row] for name, values in client.extras.items()}
 
-    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+    def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """The mixed loss."""
         ratio = self.settings.ratio
-        x_mean, y_mean = local.drawn["x"], local.drawn["y"]
+        x_mean, y_mean = client.sampled["x"], client.sampled["y"]
         taylor = self.settings.mix == "taylor"
         mixed = (1 - ratio) * x if taylor else (1 - ratio) * x + ratio * x_mean
-        logits = local.forward(params, mixed.requires_grad_(taylor))
+        logits = client.forward(params, mixed.requires_grad_(taylor))
         own = F.cross_entropy(logits, y)
         loss = (1 - ratio) * own + ratio * F.cross_entropy(logits, y_mean.expand_as(logits))
         if taylor:

@@ -1,4 +1,4 @@
-"""Server optimisers: the way from the old global model to the clients' average is a gradient to step along.
+"""Server optimizers: the way from the old global model to the clients' average is a gradient to step along.
 
 Reddi et al., Adaptive Federated Optimization, ICLR 2021.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dynafed.methods.base import Method, Refined, Server
+from dynafed.methods.base import Method, ServerContext, ServerOutput
+from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors, nest, only, unnest
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,14 @@ class AdaptiveSettings:
 class ServerOptimizer(Method):
     """Steps from the old global model along delta = new - old; buffers are taken from the new one as they are."""
 
-    def refuses(self, others: Sequence[Method]) -> str | None:
+    def incompatibility(self, others: Sequence[Method]) -> str | None:
         """Two of them would each undo the other's scale."""
         second = [other.name for other in others if isinstance(other, ServerOptimizer)]
-        return f"{self.name} and {second[0]} are both server optimisers; take one" if second else None
+        return f"{self.name} and {second[0]} are both server optimizers; take one" if second else None
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The moments before the first step."""
-        trainable = only(model, plan.trainable)
+        trainable = only(model, problem.trainable)
         return nest(
             {
                 name: map_tensors(lambda t, v=value: torch.full_like(t, v), trainable)
@@ -48,16 +45,16 @@ class ServerOptimizer(Method):
             }
         )
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
-        """One step of the optimiser."""
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
+        """One step of the optimizer."""
         moments, stepped = unnest(state), dict(model)
-        for name in server.plan.trainable:
+        for name in server.problem.trainable:
             old = {moment: values[name] for moment, values in moments.items()}
-            step, new = self.step(model[name] - server.before[name], old)
-            stepped[name] = server.before[name] + self.settings.lr * step
+            step, new = self.step(model[name] - server.global_model[name], old)
+            stepped[name] = server.global_model[name] + self.settings.lr * step
             for moment, value in new.items():
                 moments[moment][name] = value
-        return Refined(stepped, nest(moments))
+        return ServerOutput(stepped, nest(moments))
 
     def moments(self) -> dict[str, float]:
         """The names of the moments, and their first values."""

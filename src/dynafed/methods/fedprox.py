@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynafed.methods.base import Local, Method
+from dynafed.methods.base import ClientContext, Method
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors
 
@@ -32,9 +32,9 @@ class FedProx(Method):
     citation = "Li et al., MLSys 2020"
     Settings = FedProxSettings
     settings: FedProxSettings
-    strengths = ("mu",)
+    zero_means_fedavg = ("mu",)
 
-    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
+    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
         """Add the gradient of the proximal term."""
         mu = self.settings.mu
-        return map_tensors(lambda grad, w, start: grad + mu * (w - start), grads, params, local.start)
+        return map_tensors(lambda grad, w, start: grad + mu * (w - start), grads, params, client.global_params)

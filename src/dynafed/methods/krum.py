@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dynafed.methods.base import Combiner
+from dynafed.methods.base import Combiner, ServerContext
 from dynafed.methods.fedavg import Mean
 from dynafed.methods.robust import Gathered, Robust, part
 from dynafed.settings import setting
 from dynafed.tree import Tree
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -43,9 +39,9 @@ class Krum(Robust):
     Settings = KrumSettings
     settings: KrumSettings
 
-    def combiner(self, plan: Plan) -> Combiner:
+    def combiner(self, server: ServerContext) -> Combiner:
         """Choose by distance over the trainable parameters; buffers come along."""
-        return Gathered(lambda models: self._chosen(models, plan.trainable))
+        return Gathered(lambda models: self._chosen(models, server.problem.trainable))
 
     def _chosen(self, models: list[Tree], trainable: Sequence[str]) -> Tree:
         wrong = part(self.settings.share, len(models), spare=3)
@@ -53,7 +49,7 @@ class Krum(Robust):
         mean = Mean("uniform")
         for index in sorted(range(len(models)), key=scores.__getitem__)[: self.settings.keep]:
             mean.add_tree(models[index])
-        return mean.result()
+        return mean.mean()
 
 
 def krum_scores(points: list[Tensor], wrong: int) -> list[float]:

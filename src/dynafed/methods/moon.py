@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynafed.methods.base import Finished, Local, Method, Needs
+from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs
 from dynafed.settings import setting
 from dynafed.tree import Tree
 
@@ -40,20 +40,20 @@ class Moon(Method):
     needs = Needs(client_memory=True, features=True)
     Settings = MoonSettings
     settings: MoonSettings
-    strengths = ("mu",)
+    zero_means_fedavg = ("mu",)
 
-    def loss(self, params: Tree, x: Tensor, y: Tensor, local: Local) -> Tensor:
+    def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """Cross-entropy and the contrastive term."""
-        if not local.memory:
-            return super().loss(params, x, y, local)
-        features = local.features(params, x)
+        if not client.state:
+            return super().loss(params, x, y, client)
+        features = client.features(params, x)
         with torch.no_grad():
-            wanted = local.features(local.start | local.buffers, x)
-            unwanted = local.features(local.memory | local.buffers, x)
+            wanted = client.features(client.global_params | client.global_buffers, x)
+            unwanted = client.features(client.state | client.global_buffers, x)
         gap = F.cosine_similarity(features, unwanted) - F.cosine_similarity(features, wanted)
         contrast = F.softplus(gap / self.settings.temperature).mean()
-        return F.cross_entropy(local.head(params, features), y) + self.settings.mu * contrast
+        return F.cross_entropy(client.head(params, features), y) + self.settings.mu * contrast
 
-    def finish(self, params: Tree, local: Local) -> Finished:
+    def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Remember the model for the next time."""
-        return Finished(memory=params if self.settings.mu else {})
+        return ClientOutput(state=params if self.settings.mu else {})

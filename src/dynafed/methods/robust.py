@@ -8,18 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dynafed.messages import Update
-from dynafed.methods.base import Combiner, Method, Needs
+from dynafed.methods.base import Combined, Combiner, Method, Needs, ServerContext
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 
 class Gathered:
@@ -33,9 +29,9 @@ class Gathered:
         """Take one more update."""
         self.models.append(update.model)
 
-    def result(self) -> Tree:
+    def result(self) -> Combined:
         """The combined model."""
-        return self.combine(self.models)
+        return Combined(self.combine(self.models))
 
 
 class Robust(Method):
@@ -43,7 +39,7 @@ class Robust(Method):
 
     needs = Needs(client_models=True)
 
-    def refuses(self, others: Sequence[Method]) -> str | None:
+    def incompatibility(self, others: Sequence[Method]) -> str | None:
         """A step that learns from each client's model would let in what the robust average keeps out."""
         trusting = [other.name for other in others if other.needs.client_models]
         if trusting:
@@ -61,7 +57,7 @@ class Median(Robust):
     summary = "the coordinate-wise median in the average's place"
     citation = "Yin et al., ICML 2018"
 
-    def combiner(self, plan: Plan) -> Combiner:
+    def combiner(self, server: ServerContext) -> Combiner:
         """A trimmed mean that leaves one value, or two."""
         return Gathered(lambda models: trimmed(models, (len(models) - 1) // 2))
 
@@ -82,7 +78,7 @@ class TrimmedMean(Robust):
     Settings = TrimmedSettings
     settings: TrimmedSettings
 
-    def combiner(self, plan: Plan) -> Combiner:
+    def combiner(self, server: ServerContext) -> Combiner:
         """Leave out a share at either end, but never all."""
         return Gathered(lambda models: trimmed(models, part(self.settings.share, len(models), spare=1)))
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from dynafed.methods.base import Finished, Local, Method, Needs, Refined, Server
+from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
+from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors, only
-
-if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
 
 CHUNK = 256
 """Samples at a time in the gradient at the global model."""
@@ -48,65 +45,81 @@ class Scaffold(Method):
     @property
     def option(self) -> str:
         """The option, with auto resolved."""
-        chosen = self.settings.option
-        return chosen if chosen != "auto" else "II" if self.config.optimizer == "sgd" else "I"
+        if self.settings.option != "auto":
+            return str(self.settings.option)
+        corrected = any(other.corrects_gradients() for other in self.composed_with())
+        return "II" if self.config.optimizer == "sgd" and not corrected else "I"
 
-    def refuses(self, others: Sequence[Method]) -> str | None:
-        """Option II takes (w_global - w_i) / (K * lr) for a mean gradient, which only plain SGD makes true."""
+    def incompatibility(self, others: Sequence[Method]) -> str | None:
+        """Option II takes (w_global - w_i) / (K * lr) for a mean gradient, which only plain SGD makes true.
+
+        Option I takes the gradient of the plain loss.
+        """
         if self.option == "II" and self.config.optimizer != "sgd":
             return (
                 f"scaffold.option = 'II' needs optimizer = 'sgd', not '{self.config.optimizer}': "
                 "set scaffold.option to 'I' or 'auto'"
             )
+        for other in others:
+            if self.option == "II" and other.corrects_gradients():
+                return f"scaffold.option = 'II' would take {other.name}'s correction for a gradient: set it to 'I'"
+            if self.option == "I" and other.changes_loss():
+                return (
+                    f"scaffold.option = 'I' takes the gradient of the plain loss, not {other.name}'s: "
+                    "set optimizer = 'sgd' and scaffold.option = 'II'"
+                )
         return None
 
-    def begin(self, local: Local) -> Tree:
+    def prepare(self, client: ClientContext) -> Tree:
         """The correction c - c_i, the same in every step."""
-        return map_tensors(torch.sub, local.extras, self._own(local))
+        return map_tensors(torch.sub, client.extras, self._own(client))
 
-    def adjust(self, grads: Tree, params: Tree, local: Local) -> Tree:
+    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
         """Correct the gradient."""
-        return map_tensors(torch.add, grads, local.carry)
+        return map_tensors(torch.add, grads, client.prepared)
 
-    def finish(self, params: Tree, local: Local) -> Finished:
+    def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Remember the new c_i, and send its change."""
         if self.option == "I":
-            new = _gradient(local)
+            new = _gradient(client)
         else:
-            span = local.steps * local.lr
+            span = client.steps * client.lr
             new = map_tensors(
-                lambda correction, start, w: (start - w) / span - correction, local.carry, local.start, params
+                lambda correction, start, w: (start - w) / span - correction,
+                client.prepared,
+                client.global_params,
+                params,
             )
-        return Finished(memory=new, extras=map_tensors(torch.sub, new, self._own(local)))
+        return ClientOutput(state=new, extras=map_tensors(torch.sub, new, self._own(client)))
 
-    def sends(self, plan: Plan) -> Tree:
+    def extras_spec(self, problem: Problem) -> Tree:
         """One number for each trainable parameter."""
-        return only(plan.initial_model(), plan.trainable)
+        return only(problem.initial_model(), problem.trainable)
 
-    def initial(self, plan: Plan, model: Tree) -> Tree:
+    def init_server(self, problem: Problem, model: Tree) -> Tree:
         """Nobody has said anything yet: c = 0."""
-        return map_tensors(torch.zeros_like, only(model, plan.trainable))
+        return map_tensors(torch.zeros_like, only(model, problem.trainable))
 
     def broadcast(self, state: Tree) -> Tree:
         """The server's control variate."""
         return state
 
-    def refine(self, model: Tree, state: Tree, server: Server) -> Refined:
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """Move c by the participants' mean change, scaled by their share of all clients."""
-        share = server.participants / len(server.plan.partition)
-        return Refined(model, map_tensors(lambda c, change: c + share * change, state, server.extras))
+        share = server.participants / server.problem.clients
+        return ServerOutput(model, map_tensors(lambda c, change: c + share * change, state, server.extras))
 
-    def _own(self, local: Local) -> Tree:
-        return local.memory or map_tensors(torch.zeros_like, local.start)
+    def _own(self, client: ClientContext) -> Tree:
+        return client.state or map_tensors(torch.zeros_like, client.global_params)
 
 
-def _gradient(local: Local) -> Tree:
+def _gradient(client: ClientContext) -> Tree:
     """The gradient of the loss at the global model over all of the client's data."""
-    start = {name: tensor.clone().requires_grad_() for name, tensor in local.start.items()}
-    total = map_tensors(torch.zeros_like, local.start)
-    parts = -(-len(local.y) // CHUNK)
-    for x, y in zip(torch.tensor_split(local.x, parts), torch.tensor_split(local.y, parts), strict=True):
-        loss = F.cross_entropy(local.forward(start | local.buffers, x), y, reduction="sum") / len(local.y)
+    start = {name: tensor.clone().requires_grad_() for name, tensor in client.global_params.items()}
+    total = map_tensors(torch.zeros_like, client.global_params)
+    parts = -(-len(client.y) // CHUNK)
+    for x, y in zip(torch.tensor_split(client.x, parts), torch.tensor_split(client.y, parts), strict=True):
+        loss = F.cross_entropy(client.forward(start | client.global_buffers, x), y, reduction="sum") / len(client.y)
         grads = torch.autograd.grad(loss, list(start.values()))
         for name, grad in zip(start, grads, strict=True):
             total[name] += grad

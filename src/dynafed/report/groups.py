@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dynafed.execution import EXECUTION
+from dynafed.config import EXECUTION_KEYS
 from dynafed.report.load import Partition, Run
 from dynafed.report.text import setting
 
@@ -93,7 +93,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in seed and execution; groups come in the order of their first run."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        same = {key: value for key, value in run.config.items() if key not in EXECUTION and key != "seed"}
+        same = {key: value for key, value in run.config.items() if key not in EXECUTION_KEYS and key != "seed"}
         groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
     members = [tuple(sorted(group, key=_by_seed)) for group in groups.values()]
     labels = _labels([group[0].config for group in members])
@@ -103,7 +103,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def differing_keys(configs: Sequence[Mapping[str, Any]], ignore: Iterable[str] = ()) -> list[str]:
     """Keys with more than one value among the configs that have them."""
     keys = {key: None for config in configs for key in config}
-    skip = EXECUTION | set(ignore)
+    skip = EXECUTION_KEYS | set(ignore)
     return [
         key
         for key in keys

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.errors import UserError
+from dynafed.execution import available_cores, chunk_size, single_thread
 from dynafed.kernels.ops import weight_gradients_known
-from dynafed.path import cores, one_thread, portion
 from dynafed.tree import Tree
 
 Augment = Callable[[Tensor, int], Tensor]
@@ -116,12 +116,12 @@ def inner_problem(
     model: nn.Module, labels: Tensor, scale: float, chunk: int = 0, threads: int = 0
 ) -> Iterator[InnerProblem]:
     """An inner problem whose chunks run in a pool of threads (0: one per core); their number changes no bit."""
-    chunk = chunk or portion(model, len(labels))
+    chunk = chunk or chunk_size(model, len(labels))
     chunks = -(-len(labels) // chunk)
     if chunks == 1 or labels.device.type != "cpu":
         yield InnerProblem(itertools.repeat(model), labels, scale, chunk)
         return
-    with one_thread(), ThreadPoolExecutor(threads or cores()) as pool:
+    with single_thread(), ThreadPoolExecutor(threads or available_cores()) as pool:
         yield InnerProblem([copy.deepcopy(model) for _ in range(chunks)], labels, scale, chunk, pool.map)
 
 

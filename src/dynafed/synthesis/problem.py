@@ -19,7 +19,7 @@ from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
-    from dynafed.methods.base import Host
+    from dynafed.methods.base import ServerRuntime
     from dynafed.synthesis.quality import Quality
 
 log = logging.getLogger("dynafed")
@@ -38,10 +38,12 @@ class SynthesisProblem:
     """Threads that process the synthetic samples (0: one per core)."""
     measure_quality: Callable[[Segments, SyntheticData], Quality] | None = None
     """Computes the quality of a new D_syn, if there are real samples to compare with."""
+    accelerate: bool = True
+    """Whether the synthesis may choose other kernels; False where those of the module were chosen before."""
 
 
 def synthesize_from_trajectory(
-    trajectory: Tree, problem: SynthesisProblem, settings: DynaFedSettings, round_num: int, host: Host
+    trajectory: Tree, problem: SynthesisProblem, settings: DynaFedSettings, round_num: int, runtime: ServerRuntime
 ) -> tuple[SyntheticData | None, dict[str, Any]]:
     """Run Algorithm 1 on the recorded checkpoints; returns D_syn and metrics.
 
@@ -52,9 +54,9 @@ def synthesize_from_trajectory(
     named, device = tree.unnest(trajectory), next(problem.module.parameters()).device
     trained = [name for name, parameter in problem.module.named_parameters() if parameter.requires_grad]
     checkpoints = [tree.to(tree.only(named[number], trained), device) for number in sorted(named)]
-    figures = SynthesisFigures(host.folder, settings.iterations) if host.folder else None
+    figures = SynthesisFigures(runtime.folder, settings.iterations) if runtime.folder else None
     problem.module.eval()
-    host.busy("synthesis", 0, settings.iterations)
+    runtime.progress("synthesis", 0, settings.iterations)
     try:
         synthetic = synthesize(
             problem.module,
@@ -63,11 +65,12 @@ def synthesize_from_trajectory(
             problem.classes,
             settings,
             problem.seeds.key("dynafed", round_num) % 2**63,
-            state_file=host.folder / "synthesis.safetensors" if host.folder else None,
-            check_stop=host.check,
-            progress=host.busy,
+            state_file=runtime.folder / "synthesis.safetensors" if runtime.folder else None,
+            check_stop=runtime.check_stop,
+            progress=runtime.progress,
             on_iteration=figures.on_iteration if figures else lambda iteration, loss, x: None,
             threads=problem.threads,
+            accelerate=problem.accelerate,
         )
     except StationaryTrajectory as error:
         log.warning("no synthesis in round %d: %s", round_num, error)

@@ -6,7 +6,9 @@ They compare with real samples and with noise, so they need a simulation: a serv
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynafed.engine.evaluate import accuracy
 from dynafed.synthesis.matching import distance_between, inner_problem
 from dynafed.synthesis.refine import train_on
+from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthesize import Segments, loss_scale
 from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
-    from dynafed.engine.plan import Plan
+    from dynafed.engine.federation import Federation
 
 SCRATCH = ("adam", 1e-3, 300)
 """How a network is trained from scratch on D_syn: optimizer, learning rate, steps."""
@@ -40,28 +42,36 @@ class Quality:
     """Accuracy of a fresh network trained on D_syn alone."""
 
 
-def measure_quality(plan: Plan, segments: Segments, synthetic: SyntheticData) -> Quality:
+def measure_quality(federation: Federation, segments: Segments, synthetic: SyntheticData) -> Quality:
     """Compute all measures; random choices come from the run's seeds."""
+    problem, dataset = federation.problem, federation.dataset
     count, classes = synthetic.logits.shape
-    rng = plan.seeds.rng("quality")
-    rows = np.sort(rng.choice(len(plan.dataset.train_y), count, replace=count > len(plan.dataset.train_y)))
-    x, y = plan.rows(rows)
-    noise = torch.from_numpy(rng.standard_normal(synthetic.x.shape, dtype=np.float32)).to(plan.device)
-    random_labels = torch.from_numpy(rng.integers(0, classes, count)).to(plan.device)
+    rng = problem.seeds.rng("quality")
+    rows = np.sort(rng.choice(len(dataset.train_y), count, replace=count > len(dataset.train_y)))
+    x, y = federation.training_rows(rows)
+    noise = torch.from_numpy(rng.standard_normal(synthetic.x.shape, dtype=np.float32)).to(problem.device)
+    random_labels = torch.from_numpy(rng.integers(0, classes, count)).to(problem.device)
     datasets = {
-        "D_syn": (synthetic.x.to(plan.device), synthetic.labels.to(plan.device)),
+        "D_syn": (synthetic.x.to(problem.device), synthetic.labels.to(problem.device)),
         "real samples": (x, F.one_hot(y, classes).float()),
         "noise": (noise, F.one_hot(random_labels, classes).float()),
     }
-    threads = plan.path.server_threads
+    threads = federation.execution.server_threads
     reached = {
-        name: _reached(plan.module, segments, *each, synthetic.inner_lr, threads) for name, each in datasets.items()
+        name: _reached(problem.network, segments, *each, synthetic.inner_lr, threads) for name, each in datasets.items()
     }
     return Quality(
         _distances("l2", segments, reached["D_syn"]),
         {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
-        scratch_accuracy(plan, synthetic),
+        scratch_accuracy(federation, synthetic),
     )
+
+
+def evidence_for(federation: Federation) -> Callable[[Segments, SyntheticData], Quality] | None:
+    """What measures D_syn on a simulation's data, if `dynafed.evidence` asks for it."""
+    settings = federation.config.sections.get("dynafed")
+    wanted = isinstance(settings, DynaFedSettings) and settings.evidence
+    return partial(measure_quality, federation) if wanted else None
 
 
 def matching_by_segment(
@@ -73,18 +83,21 @@ def matching_by_segment(
     return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr, threads))
 
 
-def scratch_accuracy(plan: Plan, synthetic: SyntheticData) -> float:
+def scratch_accuracy(federation: Federation, synthetic: SyntheticData) -> float:
     """The accuracy of a freshly initialized network that is trained on D_syn alone."""
-    fresh = copy.deepcopy(plan.module)
-    with plan.seeds.torch_seeded("scratch"):
+    from dynafed.engine.backend import evaluate
+
+    problem = federation.problem
+    fresh = copy.deepcopy(problem.network)
+    with problem.seeds.torch_seeded("scratch"):
         for layer in fresh.modules():
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()
     weights = {name: tensor.detach() for name, tensor in fresh.state_dict().items()}
     optimizer, lr, steps = SCRATCH
-    rng, threads = plan.seeds.rng("scratch"), plan.path.server_threads
-    trained = train_on(plan.module, weights, synthetic, optimizer, lr, steps, rng=rng, threads=threads)
-    return accuracy(plan, trained)
+    rng, threads = problem.seeds.rng("scratch"), federation.execution.server_threads
+    trained = train_on(problem.network, weights, synthetic, optimizer, lr, steps, rng=rng, threads=threads)
+    return evaluate(federation, trained)[0]
 
 
 def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float, threads: int) -> list[Tree]:

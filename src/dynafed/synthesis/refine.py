@@ -67,7 +67,7 @@ def train_on(
     module.eval()
     device = next(module.parameters()).device
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    state = tree.to(tree.clone(weights), device)
+    state = tree.to(tree.clone_contiguous(weights), device)
     params = {name: state[name] for name in weights if name in trained}
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
     stepper = optim.Optimizer(optimizer, list(params.values()), lr)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynafed.optim import OPTIMIZERS
+from dynafed.config import OPTIMIZERS
 from dynafed.settings import build, setting
 
 

@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dynafed import optim, path, settings, tree
+from dynafed import optim, settings, tree
 from dynafed.engine.files import write_bytes
 from dynafed.errors import UserError
+from dynafed.execution import accelerate_synthesis, keep_freed_memory, synthesis_work
 from dynafed.seeds import Seeds
 from dynafed.synthesis.augment import augment
 from dynafed.synthesis.matching import Augment, matching_gradient, reject_batch_norm
@@ -68,6 +69,7 @@ def synthesize(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     on_iteration: OnIteration = lambda iteration, loss, x: None,
     threads: int = 0,
+    accelerate: bool = True,
 ) -> SyntheticData:
     """Synthesize `config.samples` samples of this shape from a trajectory of checkpoints, oldest first.
 
@@ -75,7 +77,7 @@ def synthesize(
     `state_file`, the state is saved there and a later call with the same arguments resumes from it, with the same bits.
     `check_stop` is called before every iteration and may raise to interrupt; `progress` receives ("synthesis", done,
     total) and `on_iteration` (iteration, loss, x) after every iteration. `threads` process the samples (0: one per
-    core); their number changes no bit.
+    core); their number changes no bit. With `accelerate`, a large synthesis runs on our own kernels where they fit.
     """
     chosen = DynaFedSettings.of(config)
     reject_batch_norm(model)
@@ -88,23 +90,24 @@ def synthesize(
     origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(checkpoints)}))
     task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}"
     state = SynthesisState(chosen, shape, classes, Seeds(seed), device, threads)
-    path.keep_freed_memory()
-    with path.kernels_for(model, path.synthesis_work(chosen)):
-        if not (state_file and state.load(state_file, task)):
-            on_iteration(0, math.nan, state.learned["x"])
-            state.set_lr(chosen.inner_lr or find_inner_lr(model, segments, chosen, shape, classes, check_stop, threads))
-        while state.done < chosen.iterations:
-            try:
-                check_stop()
-            except BaseException:
-                if state_file:
-                    state.save(state_file, task)
-                raise
-            loss = state.step(model, segments)
-            on_iteration(state.done, loss, state.learned["x"])
-            progress("synthesis", state.done, chosen.iterations)
-            if state_file and state.done % SAVE_EVERY == 0:
+    keep_freed_memory()
+    if accelerate:
+        model = accelerate_synthesis(model, synthesis_work(chosen))
+    if not (state_file and state.load(state_file, task)):
+        on_iteration(0, math.nan, state.learned["x"])
+        state.set_lr(chosen.inner_lr or find_inner_lr(model, segments, chosen, shape, classes, check_stop, threads))
+    while state.done < chosen.iterations:
+        try:
+            check_stop()
+        except BaseException:
+            if state_file:
                 state.save(state_file, task)
+            raise
+        loss = state.step(model, segments)
+        on_iteration(state.done, loss, state.learned["x"])
+        progress("synthesis", state.done, chosen.iterations)
+        if state_file and state.done % SAVE_EVERY == 0:
+            state.save(state_file, task)
     if state_file:
         state_file.unlink(missing_ok=True)
     provenance = {
@@ -251,8 +254,8 @@ class SynthesisState:
 
     def state_dict(self) -> Tree:
         """A copy of all tensors that change."""
-        parts = {part: optimizer.moments() for part, optimizer in self.optimizers.items()}
-        return tree.clone(tree.nest({"": self.learned} | parts))
+        parts = {part: optimizer.state() for part, optimizer in self.optimizers.items()}
+        return tree.clone_contiguous(tree.nest({"": self.learned} | parts))
 
     def load_state_dict(self, saved: Tree) -> None:
         """The inverse of `state_dict`."""
@@ -260,7 +263,7 @@ class SynthesisState:
         for part, leaf in self.learned.items():
             leaf.copy_(parts[""][part])
         for part, optimizer in self.optimizers.items():
-            optimizer.restore(parts.get(part, {}))
+            optimizer.load_state(parts.get(part, {}))
 
     def save(self, path: Path, task: str) -> None:
         """Write the state with an identifier of its task."""

@@ -12,13 +12,13 @@ from problems import TEST, TRAIN, tiny
 from torch import Tensor
 
 import dynafed
-from dynafed import path, record, tree
-from dynafed.engine.gradient import Unknown
+from dynafed import execution, tracing, tree
+from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
-from dynafed.engine.plan import Plan
+from dynafed.engine.steps import Untraceable
 from dynafed.messages import Broadcast
-from dynafed.methods import Method
-from dynafed.record import Recorder, recorded
+from dynafed.methods import METHODS
+from dynafed.tracing import StepTracer, trace_function
 
 
 def slope(w: Tensor, x: Tensor) -> list[Tensor]:
@@ -29,7 +29,7 @@ def slope(w: Tensor, x: Tensor) -> list[Tensor]:
 
 def test_a_replay_gives_the_same_bits_for_other_inputs() -> None:
     generator = torch.Generator().manual_seed(0)
-    replay = recorded(slope, (torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)))
+    replay = trace_function(slope, (torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)))
     assert replay is not None
     other = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)
     assert torch.equal(replay(*other)[0], slope(*other)[0])
@@ -37,7 +37,7 @@ def test_a_replay_gives_the_same_bits_for_other_inputs() -> None:
 
 def test_a_replay_tells_apart_what_was_one_tensor_when_it_was_recorded() -> None:
     x = torch.tensor([1.0, 2.0])
-    replay = recorded(lambda a, b: [a - b], (x, x))
+    replay = trace_function(lambda a, b: [a - b], (x, x))
     assert replay is not None
     assert replay(x, torch.ones(2))[0].tolist() == [0.0, 1.0]
 
@@ -46,20 +46,20 @@ def nothing(*_: object, **__: object) -> None:
     raise RuntimeError("TorchScript is gone")
 
 
-def other(*_: object, **__: object) -> record.Function:
+def other(*_: object, **__: object) -> tracing.Function:
     return lambda w, x: [slope(w, x)[0] + 1e-3]
 
 
 @pytest.mark.parametrize(("part", "instead"), [("trace", nothing), ("optimized_execution", nothing), ("trace", other)])
 def test_without_torchscript_the_operations_are_replayed_one_by_one(
-    part: str, instead: record.Function, monkeypatch: pytest.MonkeyPatch
+    part: str, instead: tracing.Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it raises, or gives other bits."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 4, generator=generator), torch.randn(5, 4, generator=generator)
-    scripted = recorded(slope, inputs)
+    scripted = trace_function(slope, inputs)
     monkeypatch.setattr(torch.jit, part, instead)
-    plain = recorded(slope, inputs)
+    plain = trace_function(slope, inputs)
     assert isinstance(scripted, torch.jit.ScriptFunction)
     assert plain is not None
     assert not isinstance(plain, torch.jit.ScriptFunction)
@@ -73,7 +73,7 @@ def test_a_replay_takes_no_other_kernels_however_often_it_is_called() -> None:
     generator = torch.Generator().manual_seed(0)
     bias, x, w = (torch.randn(shape, generator=generator) for shape in ((128,), (32, 784), (784, 128)))
     settings = torch._C._get_graph_executor_optimize(), torch._C._jit_set_profiling_mode(True)
-    replay = recorded(lambda *inputs: [torch.addmm(*inputs).relu()], (bias, x, w))
+    replay = trace_function(lambda *inputs: [torch.addmm(*inputs).relu()], (bias, x, w))
     assert isinstance(replay, torch.jit.ScriptFunction)
     assert (torch._C._get_graph_executor_optimize(), torch._C._jit_set_profiling_mode(settings[1])) == settings
     for _ in range(5):
@@ -86,37 +86,37 @@ def test_a_replay_takes_no_other_kernels_however_often_it_is_called() -> None:
     [
         lambda x: [x * x.max().item()],  # looks at a value
         lambda x: [x + torch.rand(())],  # is random
-        lambda x: [x * Unknown().steps],  # depends on something else than tensors
-        lambda x: [x if Unknown() == 3 else -x],
+        lambda x: [x * Untraceable().steps],  # depends on something else than tensors
+        lambda x: [x if Untraceable() == 3 else -x],
     ],
 )
-def test_what_is_no_pure_function_of_tensors_is_not_recorded(function: record.Function) -> None:
+def test_what_is_no_pure_function_of_tensors_is_not_recorded(function: tracing.Function) -> None:
     torch.manual_seed(1)
-    assert recorded(function, (torch.ones(3),)) is None
+    assert trace_function(function, (torch.ones(3),)) is None
     torch.manual_seed(1)
     expected = torch.rand(2)
     torch.manual_seed(1)
-    recorded(function, (torch.ones(3),))
+    trace_function(function, (torch.ones(3),))
     assert torch.equal(torch.rand(2), expected), "recording must not disturb the random stream"
 
 
 def test_a_recorder_waits_until_recording_pays() -> None:
-    recorder, x = Recorder(after=3), torch.ones(2)
-    calls = [recorder.tape("key", lambda x: [x + 1], (x,)) for _ in range(4)]
+    tracer, x = StepTracer(after=3), torch.ones(2)
+    calls = [tracer.trace("key", lambda x: [x + 1], (x,)) for _ in range(4)]
     assert calls[:2] == [None, None]
     assert calls[2] is calls[3] is not None
-    assert recorder.tape("other", lambda x: [x + 1], (x,)) is None
-    assert pickle.loads(pickle.dumps(recorder)).tapes == {}
+    assert tracer.trace("other", lambda x: [x + 1], (x,)) is None
+    assert pickle.loads(pickle.dumps(tracer)).traces == {}
 
 
 def test_a_second_recording_is_made_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "AGAIN", 2)
-    recorder, x = Recorder(after=4), torch.ones(2)
-    made = {key: [recorder.tape(key, lambda x: [x + 1], (x,)) is not None for _ in range(4)] for key in "ab"}
+    monkeypatch.setattr(tracing, "CALLS_BEFORE_NEXT", 2)
+    tracer, x = StepTracer(after=4), torch.ones(2)
+    made = {key: [tracer.trace(key, lambda x: [x + 1], (x,)) is not None for _ in range(4)] for key in "ab"}
     assert made == {"a": [False, False, False, True], "b": [False, True, True, True]}
 
 
-OURS = [name for name, method in Method.registry.items() if method.__module__.startswith("dynafed.")]
+OURS = [name for name in METHODS.names() if METHODS.load(name).__module__.startswith("dynafed.")]
 
 
 @pytest.mark.parametrize("method", OURS)
@@ -125,39 +125,41 @@ def test_recording_changes_no_bit_of_any_method(method: str, tmp_path: Path, mon
     config = tiny(method=method, rounds=4, server_samples=40, feddf__steps=3, **few)
     digests = set()
     for after in (1, 10**9):
-        monkeypatch.setattr(record.Recorder.__init__, "__defaults__", (after, True))
-        monkeypatch.setattr(path, "WORTH_RECORDING", 0)
+        monkeypatch.setattr(tracing.StepTracer.__init__, "__defaults__", (after, True))
+        monkeypatch.setattr(execution, "MIN_TRACED_STEPS", 0)
         result = dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / str(after))
         digests.add(tree.digest(result.state.model))
-        tapes = result.plan.recorder.tapes
+        tapes = result.federation.problem.tracer.traces
         assert any(tapes.values()) == (after == 1)
     assert len(digests) == 1
 
 
 def test_a_network_with_buffers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path, "WORTH_RECORDING", 0)
+    monkeypatch.setattr(execution, "MIN_TRACED_STEPS", 0)
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
-    plan = Plan.make(tiny(), train=TRAIN, test=TEST, model=lambda: net)
-    plan.recorder.after = 1
-    update, _ = local_update(plan, Broadcast(1, plan.initial_model()), 0)
-    assert not plan.recorder.tapes
+    federation = Federation.create(tiny(), train=TRAIN, test=TEST, model=lambda: net)
+    federation.problem.tracer.after = 1
+    update, _ = local_update(
+        federation.client_side, federation.client(0), Broadcast(1, federation.problem.initial_model())
+    )
+    assert not federation.problem.tracer.traces
     assert update.model["0.num_batches_tracked"] == update.steps
 
 
 def test_gradients_follow_the_weights_and_know_their_names() -> None:
     """Two matrices of one shape in another order: what was recorded stands for both orders."""
-    recorder = Recorder(after=1)
+    tracer = StepTracer(after=1)
     weights = {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([[3.0, 5.0]])}
     x = torch.tensor([[1.0, -1.0]])
 
     def loss(named: tree.Tree, x: Tensor) -> Tensor:
         return ((x * named["a"]).sum() * (x * x * named["b"]).sum()).sum()
 
-    first = record.slopes(recorder, "key", loss, weights, ["a", "b"])
+    first = tracing.gradient_function(tracer, "key", loss, weights, ["a", "b"])
     for _ in range(2):
         assert [grad.tolist() for grad in first(x)] == [[[8.0, -8.0]], [[-1.0, -1.0]]]
     weights["a"] += 1
     assert first(x)[1].tolist() == [[-1.0, -1.0]]
-    turned = record.slopes(recorder, "key", loss, {"b": weights["b"], "a": weights["a"]}, ["a", "b"])
+    turned = tracing.gradient_function(tracer, "key", loss, {"b": weights["b"], "a": weights["a"]}, ["a", "b"])
     assert [grad.tolist() for grad in turned(x)] == [[[8.0, -8.0]], [[-1.0, -1.0]]]
-    assert len(recorder.tapes) == 1
+    assert len(tracer.traces) == 1

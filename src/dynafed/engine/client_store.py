@@ -1,4 +1,4 @@
-"""What clients remember between rounds: kept in memory up to a limit, beyond it on disk, as files that never change.
+"""Clients' states between rounds: kept in memory up to a limit, beyond it on disk, as files that never change.
 
 Each state is named by (client, round in which it was made). A checkpoint only lists those names, so a round costs what
 its own clients cost, however many clients exist, and an older checkpoint still finds the files that it lists.
@@ -21,14 +21,14 @@ Listing = dict[int, tuple[int, str]]
 """Client -> the round that its current state is from, and its file's checksum."""
 
 
-class ClientMemory:
+class ClientStore:
     """The states of all clients that have one."""
 
     def __init__(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None = None) -> None:
         self.folder = folder
         self.limit = limit
-        self.rounds = {client: round for client, (round, _) in (listing or {}).items()}
-        self.checksums = {(client, round): sum for client, (round, sum) in (listing or {}).items()}
+        self.rounds = {client: made for client, (made, _) in (listing or {}).items()}
+        self.checksums = {(client, made): digest for client, (made, digest) in (listing or {}).items()}
         self.cache: OrderedDict[Name, Tree] = OrderedDict()
         self.cached = 0
         self.staged: set[Name] = set()
@@ -39,34 +39,34 @@ class ClientMemory:
             return {}
         name = (client, self.rounds[client])
         if name not in self.cache:
-            self._remember(name, tree.unpack(self._file(name).read_bytes()))
+            self._cache_state(name, tree.unpack(self._file(name).read_bytes()))
         self.cache.move_to_end(name)
         return self.cache[name]
 
-    def stage(self, client: int, round: int, state: Tree) -> None:
+    def stage(self, client: int, round_num: int, state: Tree) -> None:
         """Hold a new state, which counts only once it is committed."""
         if state:
-            self.staged.add((client, round))
-            self._forget((client, round))
-            self._remember((client, round), state)
+            self.staged.add((client, round_num))
+            self._drop((client, round_num))
+            self._cache_state((client, round_num), state)
 
     def commit(self, accepted: Collection[int]) -> None:
         """Make the staged states of these clients current and forget the others'."""
-        for client, round in self.staged:
+        for client, round_num in self.staged:
             if client in accepted:
-                self._forget((client, self.rounds.get(client, 0)))
-                self.rounds[client] = round
+                self._drop((client, self.rounds.get(client, 0)))
+                self.rounds[client] = round_num
             else:
-                self._forget((client, round))
+                self._drop((client, round_num))
         self.staged.clear()
 
-    def listing(self) -> Listing:
+    def write_listing(self) -> Listing:
         """Write what is only in memory, and list every current state."""
         for name in self.rounds.items():
             self._write(name)
-        return {client: (round, self.checksums[client, round]) for client, round in self.rounds.items()}
+        return {client: (made, self.checksums[client, made]) for client, made in self.rounds.items()}
 
-    def damaged(self) -> str | None:
+    def find_damaged(self) -> str | None:
         """The first listed file that is missing or changed, if any."""
         for name in self.rounds.items():
             file = self._file(name)
@@ -76,12 +76,12 @@ class ClientMemory:
 
     def prune(self, listings: Iterable[Mapping[int, tuple[int, str]]]) -> None:
         """Delete the files that none of these listings names."""
-        wanted = {self._file((client, round)) for listing in listings for client, (round, _) in listing.items()}
+        wanted = {self._file((client, made)) for listing in listings for client, (made, _) in listing.items()}
         for file in self.folder.glob("*/*"):
             if file not in wanted:
                 file.unlink()
 
-    def _remember(self, name: Name, state: Tree) -> None:
+    def _cache_state(self, name: Name, state: Tree) -> None:
         self.cache[name] = state
         self.cached += tree.nbytes(state)
         while self.cached > self.limit and len(self.cache) > 1:
@@ -89,7 +89,7 @@ class ClientMemory:
             self._write(oldest)
             self.cached -= tree.nbytes(self.cache.pop(oldest))
 
-    def _forget(self, name: Name) -> None:
+    def _drop(self, name: Name) -> None:
         if (state := self.cache.pop(name, None)) is not None:
             self.cached -= tree.nbytes(state)
         self.checksums.pop(name, None)
@@ -101,15 +101,15 @@ class ClientMemory:
             self.checksums[name] = checksum(content)
 
     def _file(self, name: Name) -> Path:
-        return memory_file(self.folder, *name)
+        return state_file(self.folder, *name)
 
 
-def memory_file(folder: Path, client: int, round: int | str) -> Path:
+def state_file(folder: Path, client: int, round_num: int | str) -> Path:
     """Where the state that a client made in a round is kept."""
-    return folder / f"{client % 256:02x}" / f"{client}-{round}.safetensors"
+    return folder / f"{client % 256:02x}" / f"{client}-{round_num}.safetensors"
 
 
-class Receipts(ClientMemory):
+class ReceiptStore(ClientStore):
     """For a server whose clients keep their states themselves: which of them count, but not what is in them.
 
     In a state's place stands its receipt: the round that it was made in, and its file's checksum.
@@ -117,39 +117,39 @@ class Receipts(ClientMemory):
 
     def load(self, client: int) -> Tree:
         """The receipt of the client's state; empty if it has none."""
-        round = self.rounds.get(client)
-        return {} if round is None else receipt(round, self.checksums[client, round])
+        made = self.rounds.get(client)
+        return {} if made is None else receipt(made, self.checksums[client, made])
 
-    def stage(self, client: int, round: int, state: Tree) -> None:
+    def stage(self, client: int, round_num: int, state: Tree) -> None:
         """Take note of a new state, which counts only once it is committed; or of one that the client has lost."""
         if not state:
             return
-        made, sum = read_receipt(state)
+        made, digest = read_receipt(state)
         if made == LOST:
             self.rounds.pop(client, None)
         else:
-            self.staged.add((client, round))
-            self.checksums[client, round] = sum
+            self.staged.add((client, round_num))
+            self.checksums[client, round_num] = digest
 
-    def damaged(self) -> str | None:
+    def find_damaged(self) -> str | None:
         """Nobody knows before the client is asked."""
         return None
 
 
-NOTHING = checksum(b"")
+EMPTY_CHECKSUM = checksum(b"")
 
 LOST = 0
 """The round on the receipt of a client that has lost its state."""
 
 
-def receipt(round: int, sum: str) -> Tree:
+def receipt(round_num: int, digest: str) -> Tree:
     """What stands for a client's state where the state itself isn't."""
-    return {"round": torch.tensor(round), "checksum": torch.tensor(list(bytes.fromhex(sum)), dtype=torch.uint8)}
+    return {"round": torch.tensor(round_num), "checksum": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)}
 
 
 def read_receipt(state: Tree) -> tuple[int, str]:
     """The inverse of `receipt`; a client may have written it, so it is looked at closely."""
-    sum = bytes(state["checksum"].tolist()).hex()
-    if len(sum) != len(NOTHING):
-        raise ValueError(f"a checksum of {len(sum)} digits")
-    return int(state["round"]), sum
+    digest = bytes(state["checksum"].tolist()).hex()
+    if len(digest) != len(EMPTY_CHECKSUM):
+        raise ValueError(f"a checksum of {len(digest)} digits")
+    return int(state["round"]), digest

@@ -1,7 +1,7 @@
-"""Pure functions of tensors, recorded as lists of tensor operations and replayed without Python's and autograd's share.
+"""Traces pure functions of tensors into lists of operations, replayed without the overhead of Python and autograd.
 
-A replay runs the very kernels that the function would run, in the same order, so it changes no bit: that is checked
-when it is recorded, and a function that fails the check, or can't be recorded, simply stays as it is.
+A replay runs the same kernels in the same order, so it changes no bit: that is checked when a function is traced, and
+one that fails the check, or can't be traced, is called as it is.
 """
 
 from __future__ import annotations
@@ -27,49 +27,46 @@ Function = Callable[..., Sequence[Tensor]]
 
 jit: Any = torch.jit  # it has no types
 
-AFTER = 2000
-"""Calls before a function is recorded: about as many as cost what recording costs, so short work never pays for it."""
+CALLS_BEFORE_FIRST = 2000
+"""Calls before the first function is traced: they cost about what tracing costs, so short work never pays for it."""
 
-AGAIN = 150
-"""Calls before another one is: the first has paid for the imports, and these are nearly all of what it costs."""
+CALLS_BEFORE_NEXT = 150
+"""Calls before the next one is traced: the imports, which are nearly all of the cost, are done."""
 
 
-class Recorder:
-    """Remembers what it recorded, by a key that must tell apart inputs of different layouts."""
+class StepTracer:
+    """Keeps traced functions by a key that must tell apart inputs of different layouts."""
 
-    def __init__(self, after: int = AFTER, on: bool = True) -> None:
+    def __init__(self, after: int = CALLS_BEFORE_FIRST, on: bool = True) -> None:
         self.after, self.on = after, on
         self.calls: Counter[Hashable] = Counter()
-        self.tapes: dict[Hashable, Function | None] = {}
+        self.traces: dict[Hashable, Function | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recorder, (self.after, self.on)
+        return StepTracer, (self.after, self.on)
 
-    def tape(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Function | None:
-        """What to call in the function's place, with the same inputs, in inference mode.
-
-        None while or where there is nothing better.
-        """
-        if key not in self.tapes:
+    def trace(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Function | None:
+        """Returns what to call in the function's place, with the same inputs, in inference mode; None if not traced."""
+        if key not in self.traces:
             if not self.on:
                 return None
             self.calls[key] += 1
-            if self.calls[key] < (min(self.after, AGAIN) if self.tapes else self.after):
+            if self.calls[key] < (min(self.after, CALLS_BEFORE_NEXT) if self.traces else self.after):
                 return None
-            self.tapes[key] = recorded(function, inputs)
-        return self.tapes[key]
+            self.traces[key] = trace_function(function, inputs)
+        return self.traces[key]
 
 
-def slopes(
-    recorder: Recorder, key: Hashable, loss: Callable[..., Tensor], weights: Tree, trained: Sequence[str]
+def gradient_function(
+    tracer: StepTracer, key: Hashable, loss: Callable[..., Tensor], weights: Tree, trained: Sequence[str]
 ) -> Function:
-    """A function of a batch: the gradients of `loss(weights, *batch)` with respect to the trained weights.
+    """Returns a function of a batch: the gradients of `loss(weights, *batch)` with respect to the trained weights.
 
     The weights may change in place between two calls. `loss` must be a function of its arguments alone, and the same
     for the same key.
     """
 
-    weights = tree.by_name(weights)
+    weights = tree.sorted_by_name(weights)
 
     def function(*tensors: Tensor) -> Sequence[Tensor]:
         named = dict(zip(weights, tensors, strict=False))
@@ -79,17 +76,17 @@ def slopes(
     def gradients(*batch: Tensor) -> Sequence[Tensor]:
         inputs = (*weights.values(), *batch)
         shapes = tuple(tensor.shape for tensor in batch)
-        tape = recorder.tape((key, shapes), function, inputs)
-        if tape is None:
+        traced = tracer.trace((key, shapes), function, inputs)
+        if traced is None:
             return function(*inputs)
         with inference(True):
-            return tape(*inputs)
+            return traced(*inputs)
 
     return gradients
 
 
-def recorded(function: Function, inputs: Sequence[Tensor]) -> Function | None:
-    """The function's operations on inputs like these, to be run in inference mode; None if they can't stand for it."""
+def trace_function(function: Function, inputs: Sequence[Tensor]) -> Function | None:
+    """The function's operations on inputs like these, to be run in inference mode; None if they differ from it."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to import
 
     inputs = [tensor.detach() for tensor in inputs]  # what is given twice would be taken for a single input
@@ -105,7 +102,7 @@ def recorded(function: Function, inputs: Sequence[Tensor]) -> Function | None:
                         return replay
     except Exception as error:
         # It uses something that is no tensor operation, such as random numbers of its own.
-        log.debug("not recorded: %s", first_line(error))
+        log.debug("not traced: %s", first_line(error))
     return None
 
 
@@ -129,7 +126,7 @@ def _scripted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function | Non
 
 @contextmanager
 def _kernel_by_kernel() -> Iterator[None]:
-    """TorchScript that is first called in here runs as written: its optimiser would take other kernels, other bits."""
+    """TorchScript that is first called in here runs as written: its optimizer would change kernels and bits."""
     profiling = torch._C._jit_set_profiling_mode(False)
     try:
         with jit.optimized_execution(False):
@@ -141,7 +138,7 @@ def _kernel_by_kernel() -> Iterator[None]:
 def _simplify(graph: fx.Graph) -> None:
     """Drop what only autograd needed: detached aliases, matrices transposed twice or more than once."""
     aten = torch.ops.aten
-    turned: dict[Any, fx.Node] = {}
+    transposed: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -150,7 +147,7 @@ def _simplify(graph: fx.Graph) -> None:
             if source.target is aten.t.default:
                 node.replace_all_uses_with(source.args[0])
             else:
-                node.replace_all_uses_with(turned.setdefault(source, node))
+                node.replace_all_uses_with(transposed.setdefault(source, node))
     graph.eliminate_dead_code()
     for node in graph.nodes:
         # Python reaches torch.mm in half the time of torch.ops.aten.mm.default, which is the same kernel.

@@ -1,0 +1,99 @@
+"""A run's numbers: reading metrics.jsonl and summary.json, and making the summary."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynafed.callbacks import Record
+from dynafed.version import __version__
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from dynafed.engine.federation import Federation
+
+FINAL_ROUNDS = 5
+"""The paper reports the mean accuracy of so many last rounds."""
+
+
+def summarize(federation: Federation, history: list[Record], seconds: float, stopped: str = "") -> dict[str, Any]:
+    """The run in a few numbers: summary.json."""
+    import torch
+
+    config, problem = federation.config, federation.problem
+    evaluated = [record for record in history if "accuracy" in record]
+    last = [record["accuracy"] for record in evaluated[-FINAL_ROUNDS:]]
+    best = max(evaluated, key=lambda record: float(record["accuracy"]))
+    reached = (record["round"] for record in evaluated if record["accuracy"] >= config.target_accuracy)
+    return {
+        "method": config.method,
+        "dataset": federation.dataset.name,
+        "seed": config.seed,
+        "evaluated_on": config.evaluate,
+        "final_accuracy": statistics.fmean(last),
+        "final_std": statistics.pstdev(last),
+        "best": best["accuracy"],
+        "best_round": best["round"],
+        "target_accuracy": config.target_accuracy or None,
+        "rounds_to_target": next(reached, None) if config.target_accuracy else None,
+        "rounds": len(history),
+        **({"stopped": stopped} if stopped else {}),
+        "parameters": sum(problem.model.get_parameter(name).numel() for name in problem.trainable),
+        "bytes_up": sum(record.get("bytes_up", 0) + record.get("bytes_enrolment", 0) for record in history),
+        "bytes_down": sum(record["bytes_down"] for record in history),
+        "seconds": seconds,
+        "peak_rss_mb": _peak_rss_mb(),
+        "versions": {
+            "dynafed": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+
+
+def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any]:
+    """How many samples of each class the clients have (partition.json); of very many clients, an even choice."""
+    dataset, partition = federation.dataset, federation.partition
+    clients = len(partition)
+    shown = sorted({int(client) for client in np.linspace(0, clients - 1, min(clients, most))})
+    labels = dataset.train_y.numpy()
+    counts = [np.bincount(labels[partition[client]], minlength=dataset.classes).tolist() for client in shown]
+    names = {"class_names": list(dataset.class_names)} if dataset.class_names else {}
+    return {"classes": dataset.classes, "clients": clients, "shown": shown, "counts": counts, **names}
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    file = path / "metrics.jsonl"
+    records = []
+    for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """What summary.json says, if the run is done."""
+    file = path / "summary.json"
+    summary: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    return summary
+
+
+def _peak_rss_mb() -> float | None:
+    """The most memory that this process has used; None where the system doesn't tell."""
+    if resource is None:
+        return None
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10))

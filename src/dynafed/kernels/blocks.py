@@ -1,0 +1,45 @@
+"""Layers whose convolutional blocks run on our kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynafed.kernels.build import CPP, library
+from dynafed.kernels.structure import BLOCK, block_at
+
+CPU = torch.device("cpu")
+
+
+class ConvBlocks(nn.Sequential):
+    """The same layers as the `nn.Sequential` that it stands for, with the same names."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.block_starts = frozenset(index for index in range(len(layers)) if block_at(list(layers), index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the last layer."""
+        if not self._can_run(x):
+            plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+            return plain
+        from dynafed.kernels.ops import block
+
+        layers: list[Any] = list(self)
+        index = 0
+        while index < len(layers):
+            if index in self.block_starts:
+                conv, norm = layers[index : index + 2]
+                x = block(x, conv.weight, conv.bias, norm.weight, norm.bias, conv.padding[0], norm.eps)
+                index += len(BLOCK)
+            else:
+                x = layers[index](x)
+                index += 1
+        return x
+
+    def _can_run(self, x: Tensor) -> bool:
+        """Whether the kernels can take it: the network may have been moved or sent away since it was accelerated."""
+        weight = next(self.parameters())
+        return x.device == weight.device == CPU and x.dtype == weight.dtype in CPP and library() is not None

@@ -1,0 +1,89 @@
+"""Finds by a network's structure what our kernels can do of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dynafed.kernels.build import CPP, lanes
+from dynafed.models import Classifier
+
+Block = tuple[nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.AvgPool2d]
+
+BLOCK = (nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.AvgPool2d)
+
+
+def sequentials(network: nn.Module) -> dict[str, nn.Sequential]:
+    """The parts of a network that are plain `nn.Sequential`, by name."""
+    return {name: part for name, part in network.named_modules() if type(part) is nn.Sequential and _is_plain(part)}
+
+
+def conv_blocks(layers: nn.Sequential) -> list[Block]:
+    """The blocks in these layers, in order, that our kernels can do."""
+    children = list(layers)
+    return [block for start in range(len(children)) if (block := block_at(children, start)) is not None]
+
+
+def block_at(layers: list[nn.Module], start: int) -> Block | None:
+    """The block of convolution, instance norm, ReLU and pooling that begins at this layer, if our kernels can do it."""
+    part = layers[start : start + len(BLOCK)]
+    if tuple(type(layer) for layer in part) != BLOCK or not all(map(_is_plain, part)):
+        return None
+    conv, norm, relu, pool = part
+    assert isinstance(conv, nn.Conv2d)
+    assert isinstance(norm, nn.GroupNorm)
+    assert isinstance(relu, nn.ReLU)
+    assert isinstance(pool, nn.AvgPool2d)
+    fits = (
+        conv.kernel_size == (3, 3)
+        and conv.stride == conv.dilation == (1, 1)
+        and conv.groups == 1
+        and isinstance(conv.padding, tuple)
+        and conv.padding[0] == conv.padding[1]
+        and conv.padding_mode == "zeros"
+        and conv.bias is not None
+        and norm.affine
+        and norm.num_groups == norm.num_channels == conv.out_channels
+        and pool.kernel_size in (2, (2, 2))
+        and pool.stride in (2, (2, 2))
+        and pool.padding in (0, (0, 0))
+        and not pool.ceil_mode
+        and conv.weight.device.type == "cpu"
+        and conv.weight.dtype in CPP
+        and conv.out_channels % lanes(conv.weight.dtype) == 0
+    )
+    return (conv, norm, relu, pool) if fits else None
+
+
+def is_mlp(network: nn.Module) -> bool:
+    """Whether it is a chain of linear layers with ReLUs between them, all trained, in single precision on the CPU."""
+    chain = _chain(network)
+    if chain and type(chain[0]) is nn.Flatten and chain[0].start_dim == 1 and chain[0].end_dim == -1:
+        chain = chain[1:]
+    linear = [layer for layer in chain[::2] if type(layer) is nn.Linear]
+    if len(linear) < 2 or len(chain) != 2 * len(linear) - 1 or any(type(layer) is not nn.ReLU for layer in chain[1::2]):
+        return False
+    parameters = list(network.parameters())
+    return (
+        len(parameters) == 2 * len(linear)
+        and not any(True for _ in network.buffers())
+        and all(layer.bias is not None for layer in linear)
+        and all(p.requires_grad and p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
+        and all(layer.out_features % lanes(torch.float32) == 0 for layer in linear[:-1])
+    )
+
+
+def _chain(module: nn.Module) -> list[nn.Module]:
+    """The layers that run one after the other."""
+    if not _is_plain(module):
+        return []
+    if type(module) is nn.Sequential:
+        return [layer for child in module for layer in _chain(child)]
+    if type(module) is Classifier:
+        return [*_chain(module.features), *_chain(module.head)]
+    return [module]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing was hooked onto it."""
+    return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))

@@ -28,7 +28,7 @@ from dynafed.data import Dataset, DatasetSpec, Format, from_arrays
 
 x, y = np.arange(24, dtype=np.uint8).reshape(6, 1, 2, 2), np.array([0, 1, 0, 1, 0, 1])
 
-def read(path):
+def read(path, max_bytes):
     x = np.load(path)
     return (x, y), (x[:2], y[:2])
 
@@ -146,4 +146,4 @@ def test_what_is_no_dataset_is_refused(outside, register):
 
 def test_a_record_with_wrong_channels_is_refused():
     with pytest.raises(UserError, match="each needs 3 values"):
-        DatasetSpec("x", ("a",), (3, 2, 2), 1, 1, (Format("f", lambda path: None),), mean=(0.5,), std=(0.5,))
+        DatasetSpec("x", ("a",), (3, 2, 2), 1, 1, (Format("f", lambda path, max_bytes: None),), mean=(0.5,), std=(0.5,))

@@ -83,7 +83,7 @@ def _read(name: str, spec: DatasetSpec, folder: Path | None) -> Dataset:
     if found is None:
         raise UserError(_missing(name, spec, folder))
     path, form = found
-    train, test = form.read(path)
+    train, test = form.read(path, spec.max_bytes)
     dataset = from_arrays(train, test, spec.name + form.suffix)
     if dataset.shape != spec.shape or dataset.classes > spec.classes:
         raise UserError(

@@ -57,7 +57,7 @@ def no_debian(register):
     register("fmnist", replace(fmnist, formats=fmnist.formats[:-1]))
 
 
-def test_bare_idx_files_belong_to_nobody(tmp_path, gray, no_debian):
+def test_idx_files_outside_a_dataset_folder_are_not_read(tmp_path, gray, no_debian):
     write_idx(tmp_path, *gray)
     for name in ("mnist", "fmnist"):
         with pytest.raises(UserError, match=f"{name} was not found in {tmp_path}.*dynafed data fetch {name}"):
@@ -241,7 +241,7 @@ def test_packed_streams(tmp_path, gray, no_debian):
         load("fmnist", tmp_path)
 
 
-def test_the_sample_of_cinic_says_so(tmp_path, images):
+def test_the_sample_of_cinic_is_named_a_sample(tmp_path, images):
     x, y = images(120, 3, 32, 32), np.repeat(np.arange(10), 12)
     np.savez(tmp_path / "cinic10_sample2000.npz", **mosaics(x, "test", y))
     report = check("cinic10", tmp_path)
@@ -250,7 +250,7 @@ def test_the_sample_of_cinic_says_so(tmp_path, images):
     assert report["train_class_counts"] == report["test_class_counts"] == [6] * 10
 
 
-def test_the_built_in_dataset_is_what_it_was():
+def test_the_built_in_dataset_is_unchanged():
     report = check("fmnist-mini", None)
     assert report["train_class_counts"] == [1000] * 10
     assert report["test_class_counts"] == [200] * 10
@@ -281,7 +281,7 @@ def test_names_are_checked():
         load("custom")
 
 
-def test_describe_tells_what_is_here(tmp_path, gray):
+def test_describe_lists_what_is_found(tmp_path, gray):
     write_idx(tmp_path / "mnist", *gray)
     rows = {row["name"]: row for row in describe(tmp_path)}
     assert list(rows) == DATASETS.names()

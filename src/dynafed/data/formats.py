@@ -119,7 +119,7 @@ def image_files(path: Path, max_bytes: int, *, class_names: tuple[str, ...]) -> 
     pattern = re.compile(rf"(?:.*/)?(train|test)/({'|'.join(class_names)})/[^/]+\.png")
     found: dict[str, list[tuple[str, Array, int]]] = {"train": [], "test": []}
     pixels = Budget(path, max_bytes)
-    with _reading(path):
+    with _user_errors(path):
         for name, data in _members(path, max_bytes, lambda name: pattern.fullmatch(name) is not None):
             split, label = pattern.fullmatch(name).groups()  # type: ignore[union-attr]
             image = _rgb(_open_image(data, pixels)).transpose(2, 0, 1)
@@ -144,7 +144,7 @@ def packed(path: Path, max_bytes: int) -> Splits:
 def packed_split(path: Path, max_bytes: int, split: str) -> Split:
     """One split of a packed .npz: an xz stream of the raw array, or lossless WebP mosaics 100 images wide."""
     stored, pixels = Budget(path, max_bytes), Budget(path, max_bytes)
-    with _reading(path), zipfile.ZipFile(path) as file:
+    with _user_errors(path), zipfile.ZipFile(path) as file:
         names = [name.removesuffix(".npy") for name in file.namelist()]
         if f"{split}_xz" in names:
             shape = _array(file, f"{split}_shape", stored).tolist()
@@ -175,7 +175,7 @@ def pack(path: Path, splits: dict[str, Split]) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _user_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -201,7 +201,7 @@ def _idx_file(folder: Path, name: str, dimensions: int, budget: Budget) -> Array
         path = folder / f"{name}.gz"
     if not path.exists():
         raise UserError(f"{folder} lacks {name} (or {name}.gz): put it there")
-    with _reading(path):
+    with _user_errors(path):
         data = _content(path, budget)
         # Two zero bytes, the type (8: unsigned byte), the number of dimensions, then each dimension.
         magic, *shape = struct.unpack_from(f">{1 + dimensions}I", data)
@@ -212,7 +212,7 @@ def _idx_file(folder: Path, name: str, dimensions: int, budget: Budget) -> Array
 
 def _cifar(path: Path, max_bytes: int, files: FileNames, decode: Callable[[bytes], Split]) -> Splits:
     wanted = {name for names in files for name in names}
-    with _reading(path):
+    with _user_errors(path):
         batches = {name: decode(data) for name, data in _members(path, max_bytes, wanted.__contains__)}
         if missing := sorted(wanted - batches.keys()):
             raise UserError(f"{path} lacks {', '.join(missing)}: replace it")

@@ -1,13 +1,11 @@
 """Datasets and partitions that another package provides."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dynafed.data import (
-    DATASETS,
     NAMES,
     PARTITIONS,
     Dataset,
@@ -50,35 +48,19 @@ def halves(labels, clients, **settings):
 
 NUMBER = 3
 '''
-ENTRY_POINTS = """
-[dynafed.datasets]
-stripes = outside_data:STRIPES
-six = outside_data:arrays
-gone = outside_data:nothing
-[dynafed.partitions]
-halves = outside_data:halves
-"""
+ENTRY_POINTS = {
+    "dynafed.datasets": {
+        "stripes": "outside_data:STRIPES",
+        "six": "outside_data:arrays",
+        "gone": "outside_data:nothing",
+    },
+    "dynafed.partitions": {"halves": "outside_data:halves"},
+}
 
 
 @pytest.fixture
-def outside(tmp_path, monkeypatch):
-    """Installs the package for one test."""
-    site = tmp_path / "site"
-    (site / "outside_data-1.0.dist-info").mkdir(parents=True)
-    (site / "outside_data-1.0.dist-info" / "METADATA").write_text("Name: outside_data\nVersion: 1.0\n")
-    (site / "outside_data-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
-    (site / "outside_data.py").write_text(CODE)
-    monkeypatch.syspath_prepend(site)
-    forget()
-    yield __import__("outside_data")
-    forget()
-    del sys.modules["outside_data"]
-
-
-def forget():
-    for registry in (DATASETS, PARTITIONS):
-        registry.__dict__.pop("_installed", None)
-        registry._loaded.clear()
+def outside(install):
+    return install("outside_data", CODE, ENTRY_POINTS)
 
 
 def test_a_record_is_found_read_and_listed(outside, tmp_path):

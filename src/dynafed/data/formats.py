@@ -1,4 +1,4 @@
-"""Readers of the formats in which datasets are stored; each returns uint8 images (N, C, H, W) and int64 labels.
+"""Readers of the formats in which datasets are stored; all but `npz` return uint8 images (N, C, H, W) and int64 labels.
 
 A reader is given the path by which the format was recognized and finds the other files by their official names.
 Nothing is unpickled or extracted to disk, and nothing is unpacked beyond `max_bytes`.
@@ -133,6 +133,16 @@ def image_files(path: Path, max_bytes: int, *, class_names: tuple[str, ...]) -> 
             for entries in found.values()
         )
     return train, test
+
+
+def npz(path: Path, max_bytes: int) -> Splits:
+    """The arrays train_x, train_y, test_x and test_y of an .npz, of any shape and type."""
+    budget = Budget(path, max_bytes)
+    with _user_errors(path), zipfile.ZipFile(path) as file:
+        train_x, train_y, test_x, test_y = (
+            _array(file, f"{split}_{part}", budget) for split in ("train", "test") for part in "xy"
+        )
+    return (train_x, train_y), (test_x, test_y)
 
 
 def packed(path: Path, max_bytes: int) -> Splits:

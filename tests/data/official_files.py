@@ -2,9 +2,11 @@
 
 import gzip
 import io
+import pickle
 import struct
 import tarfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,3 +40,35 @@ def write_files(place: Path, inner: str, files: dict[str, bytes]):
         path = place / inner / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+
+class Python2Pickler(pickle._Pickler):
+    """Writes str and bytes as Python 2 wrote its strings, as the official files have them."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, value):
+        data = value.encode() if isinstance(value, str) else value
+        self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
+        self.memoize(value)
+
+    dispatch[str] = dispatch[bytes] = save_string
+
+
+def python2_pickle(value):
+    file = io.BytesIO()
+    Python2Pickler(file, protocol=2).dump(value)
+    return file.getvalue().replace(b"cnumpy._core.multiarray", b"cnumpy.core.multiarray")
+
+
+def cifar_files(name, batches, dump):
+    files = {}
+    for file, (x, y) in batches.items():
+        if dump is None:
+            coarse = [np.zeros((len(y), 1), np.uint8)] if name == "cifar100" else []
+            records = [*coarse, y[:, None].astype(np.uint8), x.reshape(len(x), -1)]
+            files[f"{file}.bin"] = np.concatenate(records, axis=1).tobytes()
+        else:
+            labels = {"cifar10": "labels", "cifar100": "fine_labels"}[name]
+            files[file] = dump({"batch_label": "a batch", labels: y.tolist(), "data": x.reshape(len(x), -1)})
+    return files

@@ -1,12 +1,10 @@
 import io
 import pickle
-import struct
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
-from official_files import idx_bytes, write_files, write_idx
+from official_files import cifar_files, idx_bytes, python2_pickle, write_files, write_idx
 from PIL import Image
 
 from dynafed.data import DATASETS, NAMES, check, check_name, describe, formats, load, loading
@@ -59,7 +57,7 @@ def no_debian(register):
     register("fmnist", replace(fmnist, formats=fmnist.formats[:-1]))
 
 
-def test_bare_idx_files_belong_to_nobody(tmp_path, gray, no_debian):
+def test_idx_files_outside_a_dataset_folder_are_not_read(tmp_path, gray, no_debian):
     write_idx(tmp_path, *gray)
     for name in ("mnist", "fmnist"):
         with pytest.raises(UserError, match=f"{name} was not found in {tmp_path}.*dynafed data fetch {name}"):
@@ -90,7 +88,7 @@ def test_damaged_idx_files_are_named(tmp_path, gray, spoil, words):
         labels = tmp_path / "mnist" / "train-labels-idx1-ubyte"
         file.unlink()
         with pytest.raises(UserError, match=words):
-            formats.idx(labels)
+            formats.idx(labels, 10**6)
         return
     with pytest.raises(UserError, match=words):
         load("mnist", tmp_path)
@@ -111,42 +109,6 @@ def test_labels_beyond_the_classes_are_refused(tmp_path, gray):
         load("mnist", tmp_path)
 
 
-class Python2Pickler(pickle._Pickler):
-    """Writes str and bytes as Python 2 wrote its strings, as the official files have them."""
-
-    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
-
-    def save_string(self, value):
-        data = value.encode() if isinstance(value, str) else value
-        self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
-        self.memoize(value)
-
-    dispatch[str] = dispatch[bytes] = save_string
-
-
-def python2_pickle(value):
-    file = io.BytesIO()
-    Python2Pickler(file, protocol=2).dump(value)
-    return file.getvalue().replace(b"cnumpy._core.multiarray", b"cnumpy.core.multiarray")
-
-
-def new_pickle(value):
-    return pickle.dumps({key.encode(): item for key, item in value.items()}, protocol=4)
-
-
-def cifar_files(name, batches, dump):
-    files = {}
-    for file, (x, y) in batches.items():
-        if dump is None:
-            coarse = [np.zeros((len(y), 1), np.uint8)] if name == "cifar100" else []
-            records = [*coarse, y[:, None].astype(np.uint8), x.reshape(len(x), -1)]
-            files[f"{file}.bin"] = np.concatenate(records, axis=1).tobytes()
-        else:
-            labels = {"cifar10": "labels", "cifar100": "fine_labels"}[name]
-            files[file] = dump({"batch_label": "a batch", labels: y.tolist(), "data": x.reshape(len(x), -1)})
-    return files
-
-
 @pytest.fixture(params=["cifar10", "cifar100"])
 def cifar(request, images):
     batches = {file: (images(4, 3, 32, 32), np.arange(4) + 3) for file in TEST_FILES[request.param]}
@@ -154,7 +116,7 @@ def cifar(request, images):
     return request.param, batches, tuple(map(np.concatenate, zip(*train, strict=True))), test
 
 
-@pytest.mark.parametrize("dump", [None, python2_pickle, new_pickle])
+@pytest.mark.parametrize("dump", [None, python2_pickle])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_cifar_is_read_from_both_versions_as_tar_and_as_folder(tmp_path, cifar, dump, packed, inside):
@@ -183,17 +145,20 @@ class Evil:
 @pytest.mark.parametrize(
     "bad",
     [
-        pickle.dumps({"data": Evil(), "labels": []}, protocol=2),
-        pickle.dumps({"data": np.array([Evil()], dtype=object), "labels": [0]}, protocol=4),
+        python2_pickle({"data": Evil(), "labels": []}),
+        python2_pickle({"data": np.array([Evil()], dtype=object), "labels": [0]}),
+        pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": [0]}, protocol=4),
         b"cos\nsystem\n(S'true'\ntR.",
         b"cnumpy\nload\n(S'file'\ntR.",
     ],
 )
-def test_pickles_that_run_code_are_refused(tmp_path, images, bad):
+def test_pickles_that_ask_for_more_than_arrays_are_refused(tmp_path, images, bad):
     batches = {file: (images(1, 3, 32, 32), np.zeros(1, int)) for file in TEST_FILES["cifar10"]}
     files = cifar_files("cifar10", batches, python2_pickle) | {"data_batch_2": bad}
     write_files(tmp_path, "cifar-10-batches-py", files)
-    with pytest.raises(UserError, match=r"cifar-10-batches-py is damaged.*asks to run .*(eval|system|load)"):
+    with pytest.raises(
+        UserError, match=r"batches-py is damaged.*(asks to run .*(eval|system|load)|not of uint8|protocol 4)"
+    ):
         load("cifar10", tmp_path)
 
 
@@ -276,7 +241,7 @@ def test_packed_streams(tmp_path, gray, no_debian):
         load("fmnist", tmp_path)
 
 
-def test_the_sample_of_cinic_says_so(tmp_path, images):
+def test_the_sample_of_cinic_is_named_a_sample(tmp_path, images):
     x, y = images(120, 3, 32, 32), np.repeat(np.arange(10), 12)
     np.savez(tmp_path / "cinic10_sample2000.npz", **mosaics(x, "test", y))
     report = check("cinic10", tmp_path)
@@ -285,7 +250,7 @@ def test_the_sample_of_cinic_says_so(tmp_path, images):
     assert report["train_class_counts"] == report["test_class_counts"] == [6] * 10
 
 
-def test_the_built_in_dataset_is_what_it_was():
+def test_the_built_in_dataset_is_unchanged():
     report = check("fmnist-mini", None)
     assert report["train_class_counts"] == [1000] * 10
     assert report["test_class_counts"] == [200] * 10
@@ -316,7 +281,7 @@ def test_names_are_checked():
         load("custom")
 
 
-def test_describe_tells_what_is_here(tmp_path, gray):
+def test_describe_lists_what_is_found(tmp_path, gray):
     write_idx(tmp_path / "mnist", *gray)
     rows = {row["name"]: row for row in describe(tmp_path)}
     assert list(rows) == DATASETS.names()

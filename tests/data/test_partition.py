@@ -35,7 +35,9 @@ def covers_all_once(partition, samples):
     min_samples=st.integers(0, 5),
     seed=st.integers(0, 2**32),
 )
-def test_every_sample_goes_to_one_client_and_no_client_starves(kind, class_sizes, clients, alpha, min_samples, seed):
+def test_every_sample_goes_to_one_client_and_each_client_gets_min_samples(
+    kind, class_sizes, clients, alpha, min_samples, seed
+):
     labels = np.repeat(np.arange(len(class_sizes)) * 3, class_sizes)
     make = lambda: make_partition(kind, labels, clients, alpha=alpha, min_samples=min_samples, rng=key(seed))  # noqa: E731
     if len(labels) < clients * min_samples:
@@ -113,14 +115,14 @@ def test_dirichlet_shares_have_the_mean_and_variance_of_the_distribution():
     assert np.allclose(shares.var(axis=1), 0.25 * 0.75 / (alpha * clients + 1), atol=0.01)
 
 
-def test_min_samples_is_paid_by_the_largest_clients():
+def test_min_samples_is_taken_from_the_largest_clients():
     labels = balanced_labels(5000, 10)
-    free = make_partition("dirichlet", labels, 50, alpha=0.01, min_samples=0, rng=key())
-    fed = make_partition("dirichlet", labels, 50, alpha=0.01, min_samples=20, rng=key())
-    assert free.sizes.min() < 20 == fed.sizes.min()
-    assert fed.sizes.max() < free.sizes.max()
-    middle = (free.sizes >= 20) & (free.sizes < fed.sizes.max() - 1)
-    assert np.array_equal(free.sizes[middle], fed.sizes[middle])
+    unbounded = make_partition("dirichlet", labels, 50, alpha=0.01, min_samples=0, rng=key())
+    bounded = make_partition("dirichlet", labels, 50, alpha=0.01, min_samples=20, rng=key())
+    assert unbounded.sizes.min() < 20 == bounded.sizes.min()
+    assert bounded.sizes.max() < unbounded.sizes.max()
+    middle = (unbounded.sizes >= 20) & (unbounded.sizes < bounded.sizes.max() - 1)
+    assert np.array_equal(unbounded.sizes[middle], bounded.sizes[middle])
 
 
 def test_quantity_skews_sizes_but_not_labels():

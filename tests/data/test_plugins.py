@@ -1,13 +1,11 @@
 """Datasets and partitions that another package provides."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dynafed.data import (
-    DATASETS,
     NAMES,
     PARTITIONS,
     Dataset,
@@ -28,7 +26,7 @@ from dynafed.data import Dataset, DatasetSpec, Format, from_arrays
 
 x, y = np.arange(24, dtype=np.uint8).reshape(6, 1, 2, 2), np.array([0, 1, 0, 1, 0, 1])
 
-def read(path):
+def read(path, max_bytes):
     x = np.load(path)
     return (x, y), (x[:2], y[:2])
 
@@ -50,35 +48,19 @@ def halves(labels, clients, **settings):
 
 NUMBER = 3
 '''
-ENTRY_POINTS = """
-[dynafed.datasets]
-stripes = outside_data:STRIPES
-six = outside_data:arrays
-gone = outside_data:nothing
-[dynafed.partitions]
-halves = outside_data:halves
-"""
+ENTRY_POINTS = {
+    "dynafed.datasets": {
+        "stripes": "outside_data:STRIPES",
+        "six": "outside_data:arrays",
+        "gone": "outside_data:nothing",
+    },
+    "dynafed.partitions": {"halves": "outside_data:halves"},
+}
 
 
 @pytest.fixture
-def outside(tmp_path, monkeypatch):
-    """Installs the package for one test."""
-    site = tmp_path / "site"
-    (site / "outside_data-1.0.dist-info").mkdir(parents=True)
-    (site / "outside_data-1.0.dist-info" / "METADATA").write_text("Name: outside_data\nVersion: 1.0\n")
-    (site / "outside_data-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
-    (site / "outside_data.py").write_text(CODE)
-    monkeypatch.syspath_prepend(site)
-    forget()
-    yield __import__("outside_data")
-    forget()
-    del sys.modules["outside_data"]
-
-
-def forget():
-    for registry in (DATASETS, PARTITIONS):
-        registry.__dict__.pop("_installed", None)
-        registry._loaded.clear()
+def outside(install):
+    return install("outside_data", CODE, ENTRY_POINTS)
 
 
 def test_a_record_is_found_read_and_listed(outside, tmp_path):
@@ -146,4 +128,4 @@ def test_what_is_no_dataset_is_refused(outside, register):
 
 def test_a_record_with_wrong_channels_is_refused():
     with pytest.raises(UserError, match="each needs 3 values"):
-        DatasetSpec("x", ("a",), (3, 2, 2), 1, 1, (Format("f", lambda path: None),), mean=(0.5,), std=(0.5,))
+        DatasetSpec("x", ("a",), (3, 2, 2), 1, 1, (Format("f", lambda path, max_bytes: None),), mean=(0.5,), std=(0.5,))

@@ -18,7 +18,11 @@ READY_BYTES = 2**30
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and labels of both splits; images are uint8 (N, C, H, W), other features float32 (N, ...)."""
+    """Samples and labels of both splits.
+
+    Images are uint8 (N, C, H, W), other samples float32 (N, ...); labels are int64 (N,). `mean` and `std` are those of
+    uint8 samples on a scale of 0 to 1, per channel of images. `class_names` is empty if the classes have no names.
+    """
 
     name: str
     train_x: Tensor
@@ -36,7 +40,7 @@ class Dataset:
         return tuple(self.train_x.shape[1:])
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Samples as a model takes them: uint8 is scaled and centered to float32, floats are left as they are."""
+        """The input of a model: uint8 samples as float32 of mean 0 and standard deviation 1, floats unchanged."""
         if x.dtype != torch.uint8:
             return x
         scale, shift = self._affine
@@ -44,7 +48,7 @@ class Dataset:
 
     @cached_property
     def ready(self) -> Tensor:
-        """The training samples as a model takes them, if that needs little memory; else as they are."""
+        """The training samples, normalized if that takes at most `READY_BYTES`; else as they are."""
         return self.normalize(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
 
     @cached_property
@@ -55,7 +59,7 @@ class Dataset:
 
 
 def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "custom") -> Dataset:
-    """A dataset of a user's own `(x, y)` pairs of tensors or arrays; it may share their memory."""
+    """The dataset of two `(x, y)` pairs of tensors or arrays, whose memory it may share; mean and std are measured."""
     (train_x, train_y), (test_x, test_y) = _pair("train", train), _pair("test", test)
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
         raise UserError(
@@ -74,7 +78,7 @@ def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "cust
 
 
 def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of uint8 samples on a scale of 0 to 1, per channel of images; of floats, none."""
+    """Mean and standard deviation of uint8 samples on a scale of 0 to 1, per channel of images; empty for floats."""
     if x.dtype != torch.uint8:
         return (), ()
     channels = x.transpose(0, 1) if x.ndim == 4 else x[None]

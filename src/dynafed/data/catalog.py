@@ -52,7 +52,7 @@ def _fixed_split(x: Array, y: Array, held: int, purpose: str) -> Splits:
     return (x[train], y[train]), (x[test], y[test])
 
 
-def _digits(_: Path) -> Splits:
+def _digits(_path: Path, _max_bytes: int) -> Splits:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -60,8 +60,8 @@ def _digits(_: Path) -> Splits:
     return _fixed_split(images, bunch.target.astype(np.int64), 360, "digits")
 
 
-def _cinic_sample(path: Path) -> Splits:
-    x, y = formats.packed_split(path, "test")
+def _cinic_sample(path: Path, max_bytes: int) -> Splits:
+    x, y = formats.packed_split(path, max_bytes, "test")
     return _fixed_split(x, y, len(y) // 2, "cinic10-sample")
 
 
@@ -88,8 +88,8 @@ def _cifar(
     )
 
 
-def _cinic_folder(path: Path) -> Splits:
-    return _cinic(path.parents[1])
+def _cinic_folder(path: Path, max_bytes: int) -> Splits:
+    return _cinic(path.parents[1], max_bytes)
 
 
 _cinic = partial(formats.image_files, class_names=CIFAR10)

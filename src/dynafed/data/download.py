@@ -39,7 +39,7 @@ def fetch(name: str, folder: Path | None, progress: Progress | None = None) -> P
     return target
 
 
-def by_hand(spec: DatasetSpec, folder: Path | None) -> str:
+def manual_instructions(spec: DatasetSpec, folder: Path | None) -> str:
     """The end of an error sentence: which files to put where."""
     target = folder or Path("DATA_DIR")
     if spec.download is None:
@@ -62,7 +62,9 @@ def _download(spec: DatasetSpec, target: Path, checksum: str, progress: Progress
         except (OSError, http.client.HTTPException) as error:
             cut = str(getattr(error, "reason", "") or error or type(error).__name__)
         if not complete and part.stat().st_size <= before:
-            raise UserError(f"could not reach {url} ({cut}): try again, or {by_hand(spec, target.parent.parent)}")
+            raise UserError(
+                f"could not reach {url} ({cut}): try again, or {manual_instructions(spec, target.parent.parent)}"
+            )
     if (found := _md5(part)) != checksum:
         part.unlink()
         raise UserError(f"{url} sent a file with MD5 {found}, not {checksum}, so it was deleted: try again later")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dynafed.data.arrays import Dataset, from_arrays, measure
-from dynafed.data.download import by_hand
+from dynafed.data.download import manual_instructions
 from dynafed.data.huggingface import load_hf
 from dynafed.data.spec import DATASETS, DatasetSpec, Format, check_name, get_spec
 from dynafed.errors import UserError
@@ -83,7 +83,7 @@ def _read(name: str, spec: DatasetSpec, folder: Path | None) -> Dataset:
     if found is None:
         raise UserError(_missing(name, spec, folder))
     path, form = found
-    train, test = form.read(path)
+    train, test = form.read(path, spec.max_bytes)
     dataset = from_arrays(train, test, spec.name + form.suffix)
     if dataset.shape != spec.shape or dataset.classes > spec.classes:
         raise UserError(
@@ -167,7 +167,7 @@ def _missing(name: str, spec: DatasetSpec, folder: Path | None) -> str:
         return f"{name} needs the package {modules[0].title}: pip install {modules[0].title}"
     where = f"in {folder}" if folder else "(no folder was given: set DYNAFED_DATA or data_dir)"
     fetch = f", or run: dynafed data fetch {name}" if spec.download else ""
-    return f"{name} was not found {where}: {by_hand(spec, folder)}{fetch}"
+    return f"{name} was not found {where}: {manual_instructions(spec, folder)}{fetch}"
 
 
 def _sha256(dataset: Dataset) -> str:

@@ -1,4 +1,4 @@
-"""Rebuilds the dataset that the package carries: `python -m dynafed.data.mini [SOURCE_FOLDER]`."""
+"""Rebuilds the dataset that is part of the package: `python -m dynafed.data.mini [SOURCE_FOLDER]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynafed.seeds import Seeds
 
 
 def build(folder: Path | None, target: Path = MINI) -> None:
-    """Draw fmnist-mini from FashionMNIST, balanced over the classes, by fixed keys."""
+    """Write fmnist-mini: a stratified sample of FashionMNIST, always the same."""
     whole = load("fmnist", folder)
     mini = BUILTIN["fmnist-mini"]
 

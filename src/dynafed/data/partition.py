@@ -127,7 +127,7 @@ def make_partition(
 
 def iid(labels: Ints, clients: int, *, rng: np.random.Generator, **_: Any) -> Partition:
     """Equal sizes, drawn uniformly."""
-    return _deal(np.zeros_like(labels), _even(labels, clients)[None, :], rng)
+    return _assign(np.zeros_like(labels), _even(labels, clients)[None, :], rng)
 
 
 def dirichlet(
@@ -136,19 +136,19 @@ def dirichlet(
     """Each class is divided by its own draw from Dirichlet(alpha)."""
     totals = _totals(labels)
     counts = _apportion(np.exp(_log_dirichlet(alpha, (len(totals), clients), rng)), totals)
-    return _deal(labels, _resize(counts, _raised(counts.sum(axis=0), min_samples)), rng)
+    return _assign(labels, _resize(counts, _at_least(counts.sum(axis=0), min_samples)), rng)
 
 
 def dirichlet_balanced(labels: Ints, clients: int, *, alpha: float, rng: np.random.Generator, **_: Any) -> Partition:
     """Each class is divided by a draw from Dirichlet(alpha), scaled so that all clients have equal sizes."""
     totals = _totals(labels)
     logs = _log_dirichlet(alpha, (len(totals), clients), rng)
-    return _deal(labels, _resize(_apportion(_sinkhorn(logs, totals), totals), _even(labels, clients)), rng)
+    return _assign(labels, _resize(_apportion(_sinkhorn(logs, totals), totals), _even(labels, clients)), rng)
 
 
 def shards(labels: Ints, clients: int, *, classes_per_client: int, rng: np.random.Generator, **_: Any) -> Partition:
     """Each client gets `classes_per_client` classes, picked at random among those picked least."""
-    return _deal(labels, _shards(_totals(labels), clients, classes_per_client, rng), rng)
+    return _assign(labels, _shards(_totals(labels), clients, classes_per_client, rng), rng)
 
 
 def quantity(labels: Ints, clients: int, **settings: Any) -> Partition:
@@ -207,7 +207,7 @@ def _even(labels: Ints, clients: int) -> Ints:
     return np.diff(np.arange(clients + 1) * len(labels) // clients)
 
 
-def _deal(labels: Ints, counts: Ints, rng: np.random.Generator) -> Partition:
+def _assign(labels: Ints, counts: Ints, rng: np.random.Generator) -> Partition:
     """The partition in which client c has `counts[k, c]` random samples of the k-th class that occurs."""
     classes, clients = counts.shape
     owner = np.empty(len(labels), np.int64)
@@ -236,10 +236,10 @@ def _logsumexp(logs: Floats, axis: int) -> Floats:
 
 
 def _sinkhorn(logs: Floats, totals: Ints) -> Floats:
-    """Scale rows and columns until every client has the same share, and every class its own."""
+    """Scale rows and columns until every client has the same share and every class its total; returns the shares."""
     rows = np.log(totals / totals.sum())[:, None]
     column = -math.log(logs.shape[1])
-    # A tiny alpha may need more iterations than anyone can wait for; `_resize` settles what is left.
+    # A tiny alpha would need too many iterations; `_resize` makes the sizes exact.
     for _ in range(min(1000, 10 + 200_000_000 // logs.size)):
         logs = logs + column - _logsumexp(logs, axis=0)
         gap = rows - _logsumexp(logs, axis=1)
@@ -250,33 +250,34 @@ def _sinkhorn(logs: Floats, totals: Ints) -> Floats:
 
 
 def _apportion(weights: Floats, totals: Ints) -> Ints:
-    """Whole numbers in proportion to each row's weights, that add up to the row's total."""
+    """Whole numbers in proportion to each row's weights, with the row's total as their sum."""
     sums = np.cumsum(weights, axis=1)
     edges = np.rint(sums / sums[:, -1:] * totals[:, None]).astype(np.int64)
     return np.diff(edges, axis=1, prepend=0)
 
 
-def _raised(sizes: Ints, least: int) -> Ints:
-    """Sizes with the same sum of which none is under `least`: the largest are cut down to pay for it."""
+def _at_least(sizes: Ints, least: int) -> Ints:
+    """Sizes with the same sum and none under `least`: what is added to small ones is taken from the largest."""
     raised = np.maximum(sizes, least)
-    debt = int(raised.sum() - sizes.sum())
+    excess = int(raised.sum() - sizes.sum())
     low, high = least, int(raised.max())
     while low < high:
         level = (low + high) // 2
-        if np.maximum(raised - level, 0).sum() <= debt:
+        if np.maximum(raised - level, 0).sum() <= excess:
             high = level
         else:
             low = level + 1
-    debt -= int(np.maximum(raised - high, 0).sum())
+    excess -= int(np.maximum(raised - high, 0).sum())
     raised = np.minimum(raised, high)
-    raised[np.flatnonzero(raised == high)[:debt]] -= 1
+    raised[np.flatnonzero(raised == high)[:excess]] -= 1
     return raised
 
 
 def _resize(counts: Ints, sizes: Ints) -> Ints:
-    """Move samples between clients until each has its size, mixing as few classes as it easily can.
+    """Move samples between clients until each has its size, with few classes per client.
 
-    Who has too many gives away the classes it has least of; who has too few takes more of the class it has most of.
+    A client with too many gives up the classes that it has least of, one with too few takes more of the class that it
+    has most of.
     """
     order = np.argsort(counts, axis=0, kind="stable")
     ascending = np.take_along_axis(counts, order, axis=0)

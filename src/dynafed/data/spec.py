@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,13 @@ if TYPE_CHECKING:  # the registry can be asked for names without torch
 class Format:
     """One form in which a dataset may be stored.
 
-    `read(path)` returns both splits. `path` is the first of `markers` that exists: a file or folder, absolute or
-    relative to the data folder. A format with a `module` has no markers: the samples are part of that installed
-    module, and `path` is its folder.
+    `read(path, max_bytes)` returns both splits and unpacks no more than `max_bytes`. `path` is the first of `markers`
+    that exists: a file or folder, absolute or relative to the data folder. A format with a `module` has no markers:
+    the samples are part of that installed module, and `path` is its folder.
     """
 
     title: str
-    read: Callable[[Path], Splits]
+    read: Callable[[Path, int], Splits]
     markers: tuple[str, ...] = ()
     module: str = ""
     suffix: str = ""
@@ -100,6 +101,11 @@ class DatasetSpec:
     def classes(self) -> int:
         """The number of classes."""
         return len(self.class_names)
+
+    @property
+    def max_bytes(self) -> int:
+        """The most that its files may unpack to: four bytes per value, and some for labels, names and headers."""
+        return 4 * (self.train + self.test) * (math.prod(self.shape) + 64) + 2**20
 
     @property
     def summary(self) -> str:

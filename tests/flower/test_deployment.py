@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import ipaddress
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +51,10 @@ CONFIG: dict[str, Any] = {
 
 
 def test_neither_a_killed_server_app_nor_a_killed_node_loses_anything(tmp_path: Path, federation: Federation) -> None:
+    federation.register(*(f"node{number}" for number in range(NODES)))
+    nodes = [federation.node(f"node{number}", number) for number in range(NODES)]
+    make_key(tmp_path / "stranger")
+    stranger = federation.node("stranger", 0)
     out, local = tmp_path / "flower", tmp_path / "local"
     federation.run(out)
     federation.wait(lambda: saved(out, 1))
@@ -58,14 +63,62 @@ def test_neither_a_killed_server_app_nor_a_killed_node_loses_anything(tmp_path: 
     dynafed.run(Config.load(None, CONFIG | {"rounds": 2, "dynafed.targets": [1]}), out=local)
     federation.wait(lambda: "ROUND 3]" in federation.log("node1"))
     assert tensors(out, 2) == tensors(local, 2)
-    federation.end(federation.nodes[1])
+    federation.end(nodes[1])
     federation.wait(lambda: (out / "summary.json").exists())
     records = read_metrics(out)
     assert [record["clients"] for record in records] == [[0, 1, 2], [0, 1, 2], [0, 2]]
     assert [each["client"] for each in records[2]["rejected"]] == [1]
 
-    assert federation.stranger.wait(60) != 0
+    assert stranger.wait(60) != 0
     assert "Failed to activate SuperNode" in federation.log("stranger")
+
+
+GARBAGE = """
+import sys
+
+if "flwr-clientapp" in sys.argv[0]:
+    from flwr.app import Array
+
+    honest = Array.deflate
+
+    def deflate(self):
+        content = honest(self)
+        head, divider, body = content.partition(b"\\x00")
+        return head + divider + b"\\xff" * len(body)
+
+    Array.deflate = deflate
+"""
+"""In the place of a node's `sitecustomize`: every array that it sends is one that Flower can't decode."""
+
+
+def test_lying_nodes_change_nothing(tmp_path: Path, federation: Federation) -> None:
+    names = ("node0", "node1", "node2", "thief", "one", "none")
+    federation.register(*names)
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{n} {(tmp_path / f'node{n}.pub').read_text()}\n" for n in range(NODES)))
+    lies = tmp_path / "lies"
+    lies.mkdir()
+    (lies / "sitecustomize.py").write_text(GARBAGE)
+    federation.node("one", 0, 1)
+    federation.node("none", 0, 0)
+    federation.node("thief", 0)
+    federation.node("node0", 0)
+    federation.node("node1", 1)
+    federation.node("node2", 2, PYTHONPATH=os.pathsep.join([str(lies), os.environ.get("PYTHONPATH", "")]))
+    out = tmp_path / "flower"
+    log = federation.run(out, "--stream", method="fedavg", rounds=2, **{"dynafed-node-keys": str(keys)})
+    records = read_metrics(out)
+    assert [record["clients"] for record in records] == [[0, 1], [0, 1]]
+    for record in records:
+        (rejected,) = record["rejected"]
+        assert rejected["client"] == 2
+        assert rejected["reason"].startswith("its answer can't be read: UnicodeDecodeError")
+    for reason in (
+        "its num-partitions = 1, the server's is 3",
+        "its partition-id = 0 is not below its num-partitions = 0",
+        "its public key is not in the list of dynafed-node-keys",
+    ):
+        assert len(re.findall(rf"node \d+ can't take part: {reason}", log)) == 1, log
 
 
 def saved(run: Path, round_num: int) -> bool:
@@ -81,14 +134,14 @@ def tensors(run: Path, round_num: int) -> bytes:
 def federation(tmp_path: Path) -> Iterator[Federation]:
     started = Federation(tmp_path)
     try:
-        started.begin()
+        started.serve()
         yield started
     finally:
         started.close()
 
 
 class Federation:
-    """One SuperLink, three SuperNodes, and one that nobody knows."""
+    """One SuperLink, and SuperNodes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +159,7 @@ class Federation:
             }
         )
 
-    def begin(self) -> None:
+    def serve(self) -> None:
         certify(self.folder)
         home, app = self.folder / "home", self.folder / "app"
         home.mkdir()
@@ -120,45 +173,50 @@ class Federation:
             *("--ssl-ca-certfile", "ca.pem", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"),
         )
         self.wait(lambda: socket.socket().connect_ex(("127.0.0.1", self.port)) == 0)
-        keys = [make_key(self.folder / f"node{number}") for number in range(NODES)]
-        registered = [self.start(f"{key.name}.log", "flwr", "supernode", "register", str(key), "test") for key in keys]
-        assert [process.wait(300) for process in registered] == [0] * NODES
-        self.nodes = [self.node(f"node{number}", number) for number in range(NODES)]
-        make_key(self.folder / "stranger")
-        self.stranger = self.node("stranger", 0)
 
-    def node(self, name: str, partition: int) -> subprocess.Popen[bytes]:
+    def register(self, *names: str) -> None:
+        """Make keys that the SuperLink lets in."""
+        keys = [make_key(self.folder / name) for name in names]
+        registered = [self.start(f"{key.name}.log", "flwr", "supernode", "register", str(key), "test") for key in keys]
+        assert [process.wait(300) for process in registered] == [0] * len(names)
+
+    def node(
+        self, name: str, partition: int, num_partitions: int = NODES, **environment: str
+    ) -> subprocess.Popen[bytes]:
         return self.start(
             name,
             *("flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.pem"),
             *("--auth-supernode-private-key", name, "--port", str(free_port()), "--max-retries", "3"),
             "--node-config",
-            f'partition-id={partition} num-partitions={NODES} dynafed-memory="{self.folder / name}-memory"',
+            f'partition-id={partition} num-partitions={num_partitions} dynafed-memory="{self.folder / name}-memory"',
+            **environment,
         )
 
-    def run(self, out: Path) -> None:
-        """Start the app; it goes on by itself."""
+    def run(self, out: Path, *words: str, **changes: Any) -> str:
+        """Start the app, which goes on by itself; returns what the command says."""
         components = {"serverapp": "dynafed.flower:server_app", "clientapp": "dynafed.flower:client_app"}
-        config = CONFIG | {"dynafed-out": str(out), "dynafed-timeout": 300.0}
+        config = CONFIG | {"dynafed-out": str(out), "dynafed-timeout": 300.0} | changes
         project = {
             "project": {"name": "federation", "version": "1.0.0", "license": "MIT"},
             "tool": {"flwr": {"app": {"publisher": "tests", "components": components, "config": config}}},
         }
         (self.folder / "app" / "pyproject.toml").write_text(tomli_w.dumps(project))
-        self.flwr("run", "app", "test")
+        return self.flwr("run", "app", "test", *words)
 
-    def flwr(self, *words: str) -> None:
+    def flwr(self, *words: str) -> str:
         done = subprocess.run(
             [str(SCRIPTS / "flwr"), *words], cwd=self.folder, env=self.environment, capture_output=True, timeout=300
         )
-        assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+        output = done.stdout.decode() + done.stderr.decode()
+        assert done.returncode == 0, output
+        return output
 
-    def start(self, name: str, program: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, program: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [str(SCRIPTS / program), *words],
                 cwd=self.folder,
-                env=self.environment,
+                env=self.environment | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -161,7 +161,7 @@ def test_server_momentum_sees_the_refined_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "QFedAvg", "server-fixed FedAvgM"])
-def test_every_server_optimiser_steps_from_what_the_clients_got(name: str) -> None:
+def test_every_server_optimizer_steps_from_what_the_clients_got(name: str) -> None:
     """The clients' steps don't depend on where they start; then the server's don't either."""
     make = ALL[name]
     lifted, plain = (np.array(weights(Lifting(make(), lift), 6)) for lift in (10, 0))

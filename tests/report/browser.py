@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through pipes with its DevTools protocol: real widths, themes, console and screenshots."""
+"""A headless Chromium, driven through pipes by the DevTools protocol: widths, themes, console, screenshots."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -26,8 +26,10 @@ class Browser:
         self.inbox, outbox = os.pipe()
 
         # The browser reads commands from descriptor 3 and answers on 4.
+        place = "import os, sys; a, b, *c = sys.argv[1:]; os.dup2(int(a), 100); os.dup2(int(b), 101); "
+        place += "os.dup2(100, 3); os.dup2(101, 4); os.execv(c[0], c)"
         command = [
-            "sh", "-c", f'exec "$0" "$@" 3<&{inbox} 4>&{outbox}', str(BROWSER), "--headless", "--no-sandbox",
+            sys.executable, "-c", place, str(inbox), str(outbox), str(BROWSER), "--headless", "--no-sandbox",
             "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-background-networking",
             "--disable-component-update", "--disable-sync", f"--user-data-dir={profile}", "--remote-debugging-pipe",
             "about:blank",
@@ -45,7 +47,7 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         os.close(self.outbox)
         self.process.kill()
         self.process.wait()
@@ -68,7 +70,9 @@ class Browser:
         """Show a file in a window of that width."""
         self.errors.clear()
         self.loaded = False
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.send("Page.navigate", url=page.resolve().as_uri())
@@ -77,7 +81,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """What the body of a function returns in the page."""
-        answer = self.send("Runtime.evaluate", expression=f"(() => {{{script}}})()", returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=f"(() => {{{script}}})()", returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -97,7 +103,9 @@ class Browser:
         method, params = message.get("method"), message.get("params", {})
         if method == "Page.loadEventFired":
             self.loaded = True
-        elif method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and params["type"] == "error"):
+        elif method == "Runtime.exceptionThrown" or (
+            method == "Runtime.consoleAPICalled" and params["type"] == "error"
+        ):
             self.errors.append(json.dumps(params)[:2000])
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])

@@ -10,7 +10,8 @@ block without `kind` is text alone. By kind, `data` is
 - `bars`: `{"labels": [...], "series": {name: [...]}, "ylabel": ...}`.
 - `table`: `{"columns": [...], "rows": [[...], ...]}`, sortable by a click.
 
-`lines` and `bars` take `"format": "percent"`, `"seconds"` or `"bytes"` for the values (fractions, seconds, bytes).
+`lines` and `bars` take `"format": "percent"`, `"seconds"` or `"bytes"` for the values (fractions, seconds, bytes), and
+`"better": "higher"` or `"lower"`.
 A block that can't be shown becomes a sentence that says why; it never breaks the page.
 """
 
@@ -50,6 +51,7 @@ def chart(kind: str, data: Any) -> dict[str, Any]:
         "xlabel": str(data.get("xlabel", "")),
         "ylabel": str(data.get("ylabel", "")),
         "format": data["format"] if data.get("format") in FORMATS else "number",
+        "better": _better(data),
     }
     named = [(str(name), values) for name, values in series.items()]
     if kind == "bars":
@@ -132,6 +134,20 @@ def in_gallery(block: Any) -> bool:
     images = data.get("images") if isinstance(data, dict) else None
     sources = [i.get("src") for i in images if isinstance(i, dict)] if isinstance(images, list) else []
     return bool(sources) and all(re.fullmatch(r"synthetic(-\d+)?\.png|samples/\d+\.png", str(s)) for s in sources)
+
+
+def is_lone_accuracy(block: Any) -> bool:
+    """Whether a block is a table of one accuracy, which the numbers of the synthesis have already."""
+    data = block.get("data") if isinstance(block, dict) and block.get("kind") == "table" else None
+    return isinstance(data, dict) and data.get("columns") == ["accuracy"] and len(data.get("rows") or ()) == 1
+
+
+def _better(data: Any) -> str:
+    """Which way is better: as told, else as the name of the values has it."""
+    told, label = data.get("better"), str(data.get("ylabel", ""))
+    if told in ("higher", "lower"):
+        return str(told)
+    return "lower" if label.endswith(("loss", "distance")) else "higher" if label.endswith("accuracy") else ""
 
 
 def paragraphs(text: Any) -> str:

@@ -59,10 +59,8 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
     page.section("Learning", learning_switches(runs, _axes(groups)), grid(*_learning(page, groups)))
     extra = extra_keys(runs)
     show = _to_show(groups)
-    synthesis = synthesis_parts(page, groups, extra.once, show)
-    if show is not None and synthesis:
-        which = escape(f"The images are those of {show.config.get('method')}, seed {show.config.get('seed', '?')}.")
-        synthesis.insert(1, f'<p class="fine">{which}</p>')
+    whose = f"Shown are those of {show.config.get('method')}, seed {show.config.get('seed')}." if show else ""
+    synthesis = synthesis_parts(page, groups, extra.once, show, whose)
     page.section("Synthetic data", *synthesis, segment_table(groups, extra.once))
     found = partitions(runs)
     page.section(
@@ -201,7 +199,7 @@ def _result_table(groups: Sequence[Group]) -> str:
         swatch = f'<i class="swatch d{place // 8 % 3}" style="{_color(place)}" aria-hidden="true"></i>'
         row: list[tuple[str, Any]] = [
             (f"{swatch}{escape(group.label)}{done}", group.label),
-            (escape(join_limited(group.seeds)), len(group.seeds)),
+            (escape(f"{len(group.seeds)} ({join_limited(group.seeds)})"), len(group.seeds)),
             *([_accuracy_cell(group, at)] if at else []),
             (f"<b>{mean_std_percent(mean, std)}</b>", mean),
             (percent(best), best),

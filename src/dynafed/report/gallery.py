@@ -42,29 +42,31 @@ def class_gallery(run: Run) -> str:
     cards, rest = [], []
     for index in range(labels.shape[1]):
         name = names[index] if index < len(names) else f"class {index}"
-        order = labels[:, index].argsort()[::-1]
+        order = (-labels[:, index]).argsort(kind="stable")
         # Only the first samples are in the pictures of earlier iterations; one of them stands for the class if it can.
         pictured = [i for i in order if i < min((len(tiles) for _, tiles in stages), default=0)]
         best = next((i for i in pictured if chief[i] == index), (pictured or list(order))[0])
         sure = percent(float(labels[best, index]), 0)
-        big = _img(images[best], f"{name}, synthetic sample {best}")
+        alt = f"{name}, synthetic sample {best}"
         if index >= CARDS:
-            rest.append(_figure(images[best], f"{name}, synthetic sample {best}", f"{name}, {sure}"))
+            rest.append(_figure(images[best], alt, f"{name}, {sure}"))
             continue
-        strip = "".join(
+        strip = [
             _figure(tiles[best], f"{name} at iteration {iteration}", str(iteration))
             for iteration, tiles in stages
             if best < len(tiles)
-        )
+        ]
         mean = (labels[:, index, None, None, None] * x).sum(axis=0) / labels[:, index].sum() - x.mean(axis=0)
-        size = np.abs(mean).max() or 1.0
-        others = [i for i in order if chief[i] == index and i != best][:OTHERS]
-        more = _figure(mean / size / 2 + 0.5, f"mean of {name}", "mean") + "".join(
-            _figure(images[i], f"{name}, synthetic sample {i}", percent(float(labels[i, index]), 0)) for i in others
-        )
+        mean = mean / (np.abs(mean).max() or 1.0) / 2 + 0.5
+        more = [
+            _figure(images[i], f"{name}, synthetic sample {i}", percent(float(labels[i, index]), 0))
+            for i in [i for i in order if chief[i] == index and i != best][:OTHERS]
+        ]
         cards.append(
-            f'<article><h4>{escape(name)} <span>{sure}</span></h4>{big}<div class="strip">{strip}</div>'
-            f'<div class="strip">{more}</div></article>'
+            f'<article><h4>{escape(name)}</h4><div class="strip two">{_figure(mean, f"mean of {name}", "class mean")}'
+            f"{_figure(images[best], alt, f'sample, {sure}')}</div>"
+            + "".join(f'<div class="strip">{"".join(figures)}</div>' for figures in (strip, more) if figures)
+            + "</article>"
         )
     more_classes = (
         f"<details><summary>{plural(len(rest), 'more class', 'more classes')}</summary>"
@@ -72,11 +74,12 @@ def class_gallery(run: Run) -> str:
         if rest
         else ""
     )
-    made = " Below it the same sample at earlier iterations, from noise to the end;" if stages else " Below it"
+    stage_text = " Below: that sample at earlier iterations, from noise to the end." if stages else ""
     return (
-        f'<p class="lead">{plural(len(x), "synthetic sample")}, by likeliest class. Large: a sample and the share of '
-        f"the class in its learned label.{made} then what the class mean adds to the mean of all, and further samples. "
-        "They need not look like real data: they move a network as the clients’ data did.</p>"
+        f'<p class="lead">{plural(len(x), "synthetic sample")}, by class. Left: what the class mean adds to the mean '
+        "of all, every sample weighted by its label. Right: a sample, with the class’s share of its learned label."
+        f"{stage_text} Last: further samples whose likeliest class it is. They need not look like real data: they "
+        "move a network as the clients’ data did.</p>"
         f'<div class="gallery">{"".join(cards)}</div>{more_classes}'
     )
 

@@ -117,6 +117,8 @@ def once_table(groups: Sequence[Group], keys: Sequence[str]) -> str:
     if not having:
         return ""
     rows: list[list[tuple[str, Any]]] = []
+    # The matching loss is the mean of its segments: said once.
+    keys = [key for key in keys if key != "matching_by_segment" or "matching_loss" not in keys]
     order = list(MEASURES)
     for key in sorted(keys, key=lambda key: order.index(key) if key in order else len(order)):
         shown = measure(key)
@@ -126,7 +128,7 @@ def once_table(groups: Sequence[Group], keys: Sequence[str]) -> str:
         over = f" Mean over {plural(max(spans), 'segment')}." if max(spans) > 1 else ""
         for group in having:
             mean, std = group.over_seeds(lambda run, key=key: _mean_latest(run, key))  # type: ignore[misc]
-            row.append((shown.show(mean) + (f" <small>± {shown.show(std)}</small>" if std is not None else ""), mean))
+            row.append((shown.show(mean) + _plus_minus(shown, std), mean))
         rows.append([*row, (escape(f"{shown.about}{over}{better}".strip()), "")])
     columns = [("Measure", False), *((escape(group.label), True) for group in having), ("What it is", False)]
     return sortable_table(columns, rows, style="once cards", label="numbers of the synthesis")
@@ -158,6 +160,12 @@ def segment_table(groups: Sequence[Group], keys: Sequence[str]) -> str:
     ]
     table = sortable_table([("Segment", True), *((escape(name), True) for name, _, _ in found)], rows, label="segments")
     return f"<details><summary>Each of {plural(len(names), 'segment')}</summary>{table}</details>"
+
+
+def _plus_minus(shown: Measure, std: float | None) -> str:
+    if std is None:
+        return ""
+    return f" <small>± {f'{std:.2g}' if shown.format == 'number' else shown.show(std)}</small>"
 
 
 def _family(key: str) -> str:

@@ -216,7 +216,7 @@
     let [low, high] = extent(ys);
     if (spec.format === "percent") [low, high] = [Math.max(0, low), Math.min(1, high)];
     const sorted = [...ys].sort((a, b) => a - b);
-    const log = spec.log === "auto" && low > 0 && high / sorted[sorted.length >> 1] > 25;
+    const log = spec.log === "auto" && low > 0 && ceiling(ys) / sorted[sorted.length >> 1] > 25;
     if (spec.ymax) high = Math.max(spec.ymax, low);
     else if (!log && low >= 0 && spec.format !== "percent") high = ceiling(ys);
     if (!log && low > 0 && (spec.zero || low < 0.35 * high)) low = 0;
@@ -237,7 +237,7 @@
       if (grouped && mark.groups.every(group => hidden.has(group)) || mark.x < first || mark.x > last) continue;
       svgElement("line", { class: "mark", x1: px(mark.x), x2: px(mark.x), y1: inner.top, y2: inner.bottom }, svg);
       const left = px(mark.x) + width(mark.label) + 8 > inner.right;
-      svgElement("text", { class: "halo", x: px(mark.x) + (left ? -5 : 5), y: inner.bottom - 7, "text-anchor": left ? "end" : "start" }, svg, mark.label);
+      svgElement("text", { class: "halo", x: px(mark.x) + (left ? -5 : 5), y: spec.better === "lower" ? inner.top + 8 : inner.bottom - 7, "text-anchor": left ? "end" : "start" }, svg, mark.label);
     }
     for (const mark of spec.marks ?? []) {
       svgElement("line", { class: "mark", x1: inner.left, x2: inner.right, y1: py(mark.y), y2: py(mark.y) }, svg);
@@ -265,9 +265,11 @@
     for (const mark of spec.marks ?? []) {
       svgElement("text", { class: "halo", x: inner.left + 6, y: py(mark.y) - 5 }, svg, mark.label);
     }
-    for (const [at, v, place] of beyond) {
+    let labeled = -Infinity; // where the last label is: they mustn't overlap
+    for (const [at, v, place] of beyond.sort((a, b) => a[0] - b[0])) {
       svgElement("path", { class: "fill", style: color(place), d: `M${(px(at) - 4).toFixed(1)},${inner.top + 5}h8l-4,-7z` }, svg);
-      if (beyond.length < 4) svgElement("text", { class: "halo", x: px(at) + (px(at) > inner.right - 70 ? -8 : 8), y: inner.top + 6, "text-anchor": px(at) > inner.right - 70 ? "end" : "start" }, svg, shown(v, spec.format));
+      if (px(at) > labeled + 70) svgElement("text", { class: "halo", x: px(at) + (px(at) > inner.right - 70 ? -8 : 8), y: inner.top + 6, "text-anchor": px(at) > inner.right - 70 ? "end" : "start" }, svg, shown(v, spec.format));
+      if (px(at) > labeled + 70) labeled = px(at);
     }
     for (const point of spec.points ?? []) {
       const at = [px(point.x), py(point.y)], room = width(point.label) / 2;
@@ -348,7 +350,8 @@
     const deep = turned ? Math.min(90, longest * 0.64 + 4) : 0;
     spec.labels.forEach((label, i) => {
       if (i % every) return;
-      const text = turned && label.length > 22 ? `${label.slice(0, 21)}…` : label, at = `${px(i).toFixed(1)} ${inner.bottom + (turned ? 12 : 18)}`;
+      const most = turned ? Math.min(22, Math.floor((px(i) + 8) / 0.77 / 6.9)) : Infinity; // none reaches beyond the left edge
+      const text = label.length > most ? `${label.slice(0, Math.max(1, most - 1))}…` : label, at = `${px(i).toFixed(1)} ${inner.bottom + (turned ? 12 : 18)}`;
       svgElement("text", { transform: `translate(${at})${turned ? " rotate(-40)" : ""}`, "text-anchor": turned ? "end" : "middle" }, svg, text);
     });
     svgElement("text", { x: inner.right, y: inner.bottom + 34 + deep, "text-anchor": "end" }, svg, spec.xlabel);

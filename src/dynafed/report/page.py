@@ -100,9 +100,11 @@ class Page:
         )
 
     def blocks(self, run: Run, level: str, *, gallery: bool) -> str:
-        """What the run's `report.json` asks for, without the images that a gallery shows already."""
+        """What the run's `report.json` asks for, without what the page's gallery and tables show already."""
         return "".join(
-            self.block(block, run.path, level) for block in run.blocks if not (gallery and blocks.in_gallery(block))
+            self.block(block, run.path, level)
+            for block in run.blocks
+            if not (gallery and blocks.in_gallery(block)) and not (run.syntheses and blocks.is_lone_accuracy(block))
         )
 
     def block(self, block: Any, folder: Path, level: str) -> str:
@@ -133,7 +135,7 @@ class Page:
     def _inside(self, kind: Any, data: Any, folder: Path, title: str) -> str:
         if kind in ("lines", "bars"):
             spec = blocks.chart(kind, data)
-            return self.chart(spec, str(spec["ylabel"] or title), wide=True)
+            return self.chart(spec, str(spec["ylabel"] or title), better=str(spec["better"]), wide=True)
         if kind == "table":
             return blocks.table(data)
         if kind == "images":

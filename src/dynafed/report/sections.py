@@ -10,7 +10,7 @@ from dynafed.report import charts
 from dynafed.report.gallery import class_gallery
 from dynafed.report.groups import Group, label_skew
 from dynafed.report.load import Partition, Run
-from dynafed.report.measures import D_SYN, REFINEMENT, once_table
+from dynafed.report.measures import D_SYN, once_table
 from dynafed.report.page import Page
 from dynafed.report.text import THIN, duration, escape, number, percent, plural, setting
 
@@ -181,14 +181,17 @@ def learning_switches(runs: Sequence[Run], axes: Sequence[str] = ()) -> str:
     return f'<div class="switches">{against if axes else ""}{smooth}</div>' if axes or smooth else ""
 
 
-def synthesis_parts(page: Page, groups: Sequence[Group], once: Sequence[str], show: Run | None) -> list[str]:
-    """What was measured of the synthesis, in a table, and the synthetic images of the run `show`."""
+def synthesis_parts(
+    page: Page, groups: Sequence[Group], once: Sequence[str], show: Run | None, whose: str = ""
+) -> list[str]:
+    """The synthetic images of the run `show` (named `whose`), and what was measured in few rounds, as a table."""
     gallery = page.images(class_gallery(show)) if show is not None else ""
     table = once_table(groups, once)
     if not gallery and not table:
         return []
     made = any(run.syntheses for group in groups for run in group.runs)
-    lead = f'<p class="lead">{escape(f"{D_SYN} {REFINEMENT}")}</p>' if made or gallery else ""
+    text = f"{D_SYN} {whose}" if gallery and whose else D_SYN
+    lead = f'<p class="lead">{escape(text)}</p>' if made or gallery else ""
     return [lead, gallery, table and f"<h3>Its numbers</h3>{table}"]
 
 

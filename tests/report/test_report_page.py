@@ -249,7 +249,9 @@ def test_the_page_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
     assert accuracy["series"][0]["n"] == [3] * 20
     assert accuracy["marks"][0]["y"] == 0.6
     links = [attributes["href"] or "" for tag, attributes in checker.seen if tag == "a"]
-    assert [link for link in links if not link.startswith("#")] == [f"{method}/{seed}/" for method in ("fedavg", "moon") for seed in range(3)]
+    assert [link for link in links if not link.startswith("#")] == [
+        f"{method}/{seed}/" for method in ("fedavg", "moon") for seed in range(3)
+    ]
     assert f"points above {own('fedavg', 0)} (baseline, " in text
     assert "the longest counts" not in text
 

@@ -33,6 +33,9 @@ TASK = ("dataset", "evaluate", "partition", "alpha", "classes_per_client", "clie
 
 MOST_TASKS = 8
 
+Scored = tuple[float, float | None, Group]
+"""A group's mean and standard deviation over seeds."""
+
 BASELINE = "fedavg"
 """The method that the others are compared with."""
 
@@ -144,27 +147,34 @@ def _leader(groups: Sequence[Group]) -> str:
     if rivals and rivals[0][0] == mean:
         text = f"{_own(top)} and {_own(rivals[0][2])} end equal{so_far}: {score} {over}"
     else:
-        leads = [_lead(mean, std, entry, "baseline" if entry is baseline else "") for entry in rivals]
+        leads = [_lead(mean, entry, "baseline" if entry is baseline else "") for entry in rivals]
         text = f"{_own(top)} {'is' if at else 'ends'} highest{so_far}: {score} {over}"
-        text += f", {' and '.join(leads)}" if leads else ""
+        text += f", {' and '.join(leads)}{_doubt(ranked[0], rivals)}" if leads else ""
     if at is not None:
         text += f"; compared at round {at}, the last that every run has"
     counts = {entry[2].label: len(entry[2].distinct) for entry in ranked}
     if len(set(counts.values())) > 1:
         said = join_limited((f"{label} {count}" for label, count in counts.items()), 4)
         text += f"; the numbers of seeds differ: {escape(said)}"
-    if rivals and (std is None or rivals[0][1] is None):
-        text += "; one seed doesn’t tell how sure that is"
     return text + "."
 
 
-def _lead(mean: float, std: float | None, rival: tuple[float, float | None, Group], role: str) -> str:
+def _lead(mean: float, rival: Scored, role: str) -> str:
     other, other_std, group = rival
-    sure = std is None or other_std is None or mean - other >= std + other_std
     inside = f"{role + ', ' if role else ''}{mean_std_percent(other, other_std)}"
-    return f"{100 * (mean - other):.2f} points above {_own(group)} ({inside})" + (
-        "" if sure else "; that lead is within the spread of the seeds"
-    )
+    return f"{100 * (mean - other):.2f} points above {_own(group)} ({inside})"
+
+
+def _doubt(top: Scored, rivals: Sequence[Scored]) -> str:
+    """What the seeds don't tell about the leads over `rivals`."""
+    if any(entry[1] is None for entry in (top, *rivals)):
+        return "; one seed doesn’t tell how sure that is"
+    unsure = [entry for entry in rivals if top[0] - entry[0] < (top[1] or 0) + (entry[1] or 0)]
+    if not unsure:
+        return ""
+    whole = "that lead is" if len(rivals) == 1 else "both leads are"
+    said = whole if len(unsure) == len(rivals) else f"the lead over {_own(unsure[0][2])} is"
+    return f"; {said} within the spread of the seeds"
 
 
 def _own(group: Group, text: str = "") -> str:
@@ -179,7 +189,7 @@ def _legend(groups: Sequence[Group]) -> str:
         for place, group in enumerate(groups)
     )
     hint = '<span class="hint">click to hide, double-click to see one alone</span>'
-    return f'<nav class="legend" aria-label="curves">{keys}{hint}</nav>' if len(groups) > 1 else ""
+    return f'<div class="legend" role="group" aria-label="curves">{keys}{hint}</div>' if len(groups) > 1 else ""
 
 
 def _result_table(groups: Sequence[Group]) -> str:

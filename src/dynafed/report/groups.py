@@ -86,7 +86,8 @@ def mean_curve(series: Iterable[Iterable[tuple[int, float | None]]]) -> Curve:
     for round_num in sorted(by_round):
         values = by_round[round_num]
         mean = statistics.fmean(values)
-        off = statistics.stdev(values) if len(values) > 2 else None
+        spread = sum((value - mean) ** 2 for value in values)
+        off = math.sqrt(spread / (len(values) - 1)) if len(values) > 2 else None
         joined.rounds.append(round_num)
         joined.mean.append(mean)
         joined.low.append(min(values) if off is None else mean - off)

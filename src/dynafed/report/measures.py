@@ -175,7 +175,11 @@ def _family(key: str) -> str:
 def _latest(run: Run, family: str) -> dict[str, float]:
     """The last values of a family by the number after its name; a plain key has the empty name."""
     for record in reversed(run.rounds):
-        found = {key[len(family) + 1 :]: value for key, value in record.items() if _family(key) == family}
+        found = {
+            key[len(family) + 1 :]: value
+            for key, value in record.items()
+            if key == family or (key.startswith(f"{family}.") and key[len(family) + 1 :].isdigit())
+        }
         if found := {name: value for name, value in found.items() if _is_number(value)}:
             return found
     return {}

@@ -35,9 +35,11 @@
     const high = Math.max(...values), usual = rank(values, 0.96);
     return values.length >= 12 && usual > 0 && high > 4 * usual ? usual * 1.6 : high;
   };
+  /** Means over n neighbors without the lowest and the highest, so that a spike stays one. */
   const smoothed = (ys, n) => n < 2 ? ys : ys.map((v, i) => {
-    const near = known(ys.slice(Math.max(0, i - (n >> 1)), i + (n >> 1) + 1));
-    return v === null ? null : near.reduce((sum, other) => sum + other, 0) / near.length;
+    const near = known(ys.slice(Math.max(0, i - (n >> 1)), i + (n >> 1) + 1)).sort((a, b) => a - b);
+    const kept = near.length > 3 ? near.slice(1, -1) : near;
+    return v === null ? null : kept.reduce((sum, other) => sum + other, 0) / kept.length;
   });
   const nearest = (xs, x) => {
     let low = 0, high = xs.length - 1;

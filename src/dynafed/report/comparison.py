@@ -62,7 +62,7 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
     page.section("Learning", learning_switches(runs, _axes(groups)), grid(*_learning(page, groups)))
     extra = extra_keys(runs)
     show = _to_show(groups)
-    whose = f"Shown are those of {show.config.get('method')}, seed {show.config.get('seed')}." if show else ""
+    whose = f"Shown is that of {show.config.get('method')}, seed {show.config.get('seed')}." if show else ""
     synthesis = synthesis_parts(page, groups, extra.once, show, whose)
     page.section("Synthetic data", *synthesis, segment_table(groups, extra.once))
     found = partitions(runs)

@@ -63,7 +63,7 @@ def class_gallery(run: Run) -> str:
             for i in [i for i in order if chief[i] == index and i != best][:OTHERS]
         ]
         cards.append(
-            f'<article><h4>{escape(name)}</h4><div class="strip two">{_figure(mean, f"mean of {name}", "class mean")}'
+            f'<article><h3>{escape(name)}</h3><div class="strip two">{_figure(mean, f"mean of {name}", "class mean")}'
             f"{_figure(images[best], alt, f'sample, {sure}')}</div>"
             + "".join(f'<div class="strip">{"".join(figures)}</div>' for figures in (strip, more) if figures)
             + "</article>"

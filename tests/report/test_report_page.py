@@ -441,7 +441,7 @@ def test_synthetic_images_are_shown_by_class_with_names(make_run: MakeRun) -> No
     # A class has its mean, its sample at the end and at three iterations, and three samples more.
     assert len(alts) == 10 * 8
     assert alts[:5] == ["mean of boot", "boot, synthetic sample 0", *(f"boot at iteration {n}" for n in (0, 125, 200))]
-    assert "<h3>boot</h3>" in text
+    assert "<h4>boot</h4>" in text
     assert "Stages" not in text
     assert next(spec for spec in data["charts"].values() if spec["kind"] == "heat")["names"] == names
     other = make_run("other", rounds=12)

@@ -63,7 +63,7 @@ def class_gallery(run: Run) -> str:
             for i in [i for i in order if chief[i] == index and i != best][:OTHERS]
         ]
         cards.append(
-            f'<article><h3>{escape(name)}</h3><div class="strip two">{_figure(mean, f"mean of {name}", "class mean")}'
+            f'<article><h4>{escape(name)}</h4><div class="strip two">{_figure(mean, f"mean of {name}", "class mean")}'
             f"{_figure(images[best], alt, f'sample, {sure}')}</div>"
             + "".join(f'<div class="strip">{"".join(figures)}</div>' for figures in (strip, more) if figures)
             + "</article>"
@@ -76,6 +76,7 @@ def class_gallery(run: Run) -> str:
     )
     stage_text = " Below: that sample at earlier iterations, from noise to the end." if stages else ""
     return (
+        "<h3>Synthetic samples and their labels</h3>"
         f'<p class="lead">{plural(len(x), "synthetic sample")}, by class. Left: what the class mean adds to the mean '
         "of all, every sample weighted by its label. Right: a sample, with the class’s share of its learned label."
         f"{stage_text} Last: further samples whose likeliest class it is. They need not look like real data: they "

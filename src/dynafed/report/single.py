@@ -70,7 +70,7 @@ def run_page(run: Run, base: Path) -> str:
         )
     if watched := charts.client_loss_lines(run):
         page.section(
-            "Losses on single clients’ data",
+            "Loss of watched clients",
             grid(
                 *(page.chart(spec, f"Client {client}", better="lower", small=True) for client, spec in watched),
                 style="small",

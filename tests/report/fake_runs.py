@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+from safetensors.numpy import save_file
+
 MakeRun = Callable[..., Path]
 
 
@@ -87,3 +91,29 @@ def fake_run(
     if blocks is not None:
         (path / "report.json").write_text(json.dumps(blocks))
     return path
+
+
+def add_synthetic(path: Path, *, samples: int = 40, classes: int = 10, channels: int = 1, size: int = 8) -> Path:
+    """Give a run folder synthetic images as a synthesis leaves them: sample i is of class i modulo `classes`."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(samples, channels, size, size)).astype(np.float32)
+    logits = np.eye(classes, dtype=np.float32)[np.arange(samples) % classes] * 3
+    save_file({"x": x, "logits": logits, "inner_lr": np.array(0.1)}, path / "synthetic.safetensors")
+    for iteration in (0, 125, 200):
+        sheet = draw.integers(1, 255, size=(3 * size, 10 * size, 3), dtype=np.uint8)
+        Image.fromarray(sheet).save(path / f"synthetic-{iteration:06d}.png")
+    return path
+
+
+def synthesis_record(index: int, record: dict[str, Any], at: int = 8) -> None:
+    """Change a round's record as DynaFed does: a synthesis in round `at`, refinement afterwards."""
+    if index == at:
+        by_segment = {str(i): 0.9 + i / 100 for i in range(4)}
+        record |= {
+            "inner_lr": 0.5, "matching_loss": 0.915, "matching_by_segment": by_segment, "scratch_accuracy": 0.6,
+            "cosine_by_segment": {"D_syn": by_segment, "noise": by_segment},
+        }  # fmt: skip
+        record["seconds_server"] += 20.0
+        record["seconds"] += 20.0
+    if index > at:
+        record["accuracy_before_refine"] = record["accuracy"] - 0.05

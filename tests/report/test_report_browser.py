@@ -2,70 +2,41 @@
 
 from __future__ import annotations
 
-import html
+import io
 import json
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from fake_runs import MakeRun
+from browser import BROWSER, Browser
+from fake_runs import MakeRun, add_synthetic, synthesis_record
+from PIL import Image
 
 from dynafed.report import write_report
 from dynafed.report.groups import mean_curve
 from dynafed.report.load import load_run
-from dynafed.report.text import percent
+from dynafed.report.text import percent, to_json_data
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 
-CATCH = """<script>
-window.failures = [];
-window.onerror = (message, source, line) => { window.failures.push(message + " at line " + line); };
-</script>"""
-
-HELPERS = """
-const plots = () => [...document.querySelectorAll(".plot")];
-const tip = () => document.getElementById("tip");
-const mouse = (box, x, y) => box.dispatchEvent(new MouseEvent("mousemove", { bubbles: true, clientX: x, clientY: y }));
-const press = (box, key) => box.dispatchEvent(new KeyboardEvent("keydown", { bubbles: true, key }));
-const points = path => path.getAttribute("d").match(/[ML][^MLh]+/g).map(p => p.slice(1).split(",").map(Number));
-const hover = (box, path, index) => {
-  const bounds = box.querySelector("svg").getBoundingClientRect(), [x, y] = points(path)[index];
-  mouse(box, bounds.left + x + 1, bounds.top + y);
-  return tip().hidden ? null : tip().textContent;
-};
-"""
+HELPERS, FAULTS = (Path(__file__).with_name(f"page_{name}.js").read_text() for name in ("helpers", "faults"))
+"""What tests do in a page, and a list of all that is wrong with how a page looks."""
 
 
-def dump(page: Path, folder: Path, width: int = 1200) -> str:
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1000", "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
 
 
-def ask(page: Path, folder: Path, script: str, style: str = "") -> dict[str, Any]:
-    """What `script` returns in a copy of the page, which has no policy so that the test's own scripts run."""
-    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text("utf-8"))
-    body = f"const answer = (() => {{{HELPERS}{script}}})(); answer.failures = window.failures;"
-    out = 'const out = document.createElement("pre"); out.id = "answer"; out.textContent = JSON.stringify(answer);'
-    text = (
-        text.replace("<head>", f"<head>{CATCH}")
-        .replace("</style>", f"{style}</style>", 1)
-        .replace("</body>", f"<script>{body}{out}document.body.append(out);</script></body>")
-    )
-    copy = folder / "copy.html"
-    copy.write_text(text, "utf-8")
-    dom = dump(copy, folder, width=500 if style else 1200)
-    found = re.search(r'<pre id="answer">(.*?)</pre>', dom, re.S)
-    assert found is not None, dom[-3000:]
-    answer: dict[str, Any] = json.loads(html.unescape(found[1]))
-    assert answer["failures"] == []
+def ask(browser: Browser, page: Path, script: str, width: int = 1200) -> Any:
+    """What `script` returns in the page; nothing may stand in the console."""
+    browser.open(page, width)
+    answer = browser.run(HELPERS + script)
+    assert browser.errors == []
     return answer
 
 
@@ -80,14 +51,15 @@ BLOCKS = [
 ]
 
 
-def test_one_run_under_its_own_policy(make_run: MakeRun, tmp_path: Path) -> None:
-    dom = dump(write_report([make_run(rounds=20)]), tmp_path)
-    assert dom.count('<path class="line') == 3
-    assert dom.count('<path class="area"') == 4
-    assert 'class="heat"' in dom
+def test_one_run_under_its_own_policy(make_run: MakeRun, browser: Browser) -> None:
+    count = """
+    const count = what => document.querySelectorAll(what).length;
+    return [count("path.line"), count("path.area"), count("path.heat") > 0];
+    """
+    assert ask(browser, write_report([make_run(rounds=20)]), count) == [3, 4, True]
 
 
-def test_one_run_can_be_read(make_run: MakeRun, tmp_path: Path) -> None:
+def test_one_run_can_be_read(make_run: MakeRun, browser: Browser) -> None:
     def each(index: int, record: dict[str, Any]) -> None:
         record["accuracy_before_refine"] = record["accuracy"] - 0.05
         record["norm"] = index**2 / 7
@@ -98,10 +70,10 @@ def test_one_run_can_be_read(make_run: MakeRun, tmp_path: Path) -> None:
 
     run = make_run(rounds=20, each=each, uneven=True, target_accuracy=0.6, blocks=BLOCKS)
     answer = ask(
+        browser,
         write_report([run]),
-        tmp_path,
         """
-        const [accuracy, , heat, time] = plots();
+        const [accuracy, heat, time] = ["accuracy", "8-clients-10-classes", "time-of-each-round"].map(chart);
         const line = accuracy.querySelector(".line:not(.thin)");
         const read = { drawn: plots().map(p => p.querySelectorAll("svg path").length), points: points(line).length };
         read.at10 = hover(accuracy, line, 9);
@@ -111,7 +83,7 @@ def test_one_run_can_be_read(make_run: MakeRun, tmp_path: Path) -> None:
         press(accuracy, "Escape"); read.gone = tip().hidden;
         press(heat, "ArrowRight"); read.heat = tip().textContent;
         document.querySelector("[data-order=id]").click();
-        press(plots()[2], "ArrowRight"); read.first = tip().textContent;
+        press(heat, "ArrowRight"); read.first = tip().textContent;
         press(time, "Home"); read.time = tip().textContent;
         const reads = box => { press(box, "Escape"); press(box, "ArrowRight"); return !tip().hidden; };
         read.silent = plots().filter(box => !reads(box)).length;
@@ -123,8 +95,6 @@ def test_one_run_can_be_read(make_run: MakeRun, tmp_path: Path) -> None:
         const order = () => [...table.tBodies[0].rows].map(r => r.cells[0].textContent).join("");
         const by = table.querySelectorAll("th button")[1];
         by.click(); read.down = order(); by.click(); read.up = order();
-        read.wide = document.documentElement.scrollWidth > innerWidth;
-        read.bad = document.querySelectorAll('[d*="NaN"], [x*="NaN"], [y*="NaN"], [cx*="NaN"]').length;
         return read;
         """,
     )
@@ -143,19 +113,17 @@ def test_one_run_can_be_read(make_run: MakeRun, tmp_path: Path) -> None:
     assert answer["silent"] == 0
     assert answer["rows"] == 20
     assert (answer["down"], answer["up"]) == ("bac", "abc")
-    assert not answer["wide"]
-    assert answer["bad"] == 0
 
 
-def test_a_comparison_can_be_read_and_curves_switched(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_comparison_can_be_read_and_curves_switched(make_run: MakeRun, browser: Browser, tmp_path: Path) -> None:
     paths = [
         make_run(f"{method}-{seed}", method=method, seed=seed, top=top, rounds=rounds[seed], planned=12)
         for method, top, rounds in (("fedavg", 0.4, (12, 12, 12)), ("moon", 0.7, (12, 12, 8)))
         for seed in range(3)
     ]
     answer = ask(
+        browser,
         write_report(paths, tmp_path / "out.html"),
-        tmp_path,
         """
         const accuracy = plots()[0], read = {};
         const count = what => accuracy.querySelectorAll(what).length;
@@ -196,22 +164,105 @@ def test_a_comparison_can_be_read_and_curves_switched(make_run: MakeRun, tmp_pat
     assert answer["byName"][0] == "fedavg"
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(make_run: MakeRun, tmp_path: Path) -> None:
-    paths = [
+def rich_runs(make_run: MakeRun, *, long_names: bool) -> list[Path]:
+    """Runs with all that a page can show."""
+    names = [f"class {'with a long name ' * long_names}{i}" for i in range(10)]
+
+    def each(index: int, record: dict[str, Any]) -> None:
+        synthesis_record(index, record)
+        record["accuracy_per_class"] = [record["accuracy"] * (10 - i) / 10 for i in range(10)]
+        record["accuracy_per_client"] = {str(i): record["accuracy"] * i / 8 for i in range(8)}
+        record["norm"] = 90.0 if index == 5 else 1 + index / 40
+        record["dropped"] = [1] if index == 4 else []
+        record["watch"] = {"0": {"local": [2.0, 1.0], "aggregated": 1.5, "refined": 1.2}, "1": {"aggregated": 0.7}}
+        record["bytes_up"] += index
+
+    paths = []
+    for method, top in (("fedavg", 0.5), ("dynafed", 0.7), ("scaffold+dynafed", 0.72)):
+        for seed in (0, 1):
+            keys = {"each": each if "dynafed" in method else None, "blocks": BLOCKS, "target_accuracy": 0.6}
+            path = make_run(f"{method}-{seed}", method=method, seed=seed, top=top, rounds=40, uneven=True, **keys)
+            partition = json.loads((path / "partition.json").read_text())
+            (path / "partition.json").write_text(json.dumps(partition | {"class_names": names}))
+            paths.append(add_synthetic(path) if "dynafed" in method else path)
+    return paths
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_overflows_overlaps_or_fails_at_both_widths_and_themes(
+    make_run: MakeRun, browser: Browser, tmp_path: Path, width: int
+) -> None:
+    paths = rich_runs(make_run, long_names=width > 1000)
+    many = [
         make_run(f"{alpha}", alpha=alpha, rounds=1, classes=100, clients=30, method="scaffold+dynafed")
         for alpha in (0.01, 10.0)
     ]
+    pages = [write_report(found, tmp_path / f"{i}.html") for i, found in enumerate((paths, paths[2:3], many))]
+    for page in pages:
+        assert page.stat().st_size < 3_000_000
+        pixels = {}
+        for dark in (False, True):
+            browser.open(page, width, dark=dark)
+            assert browser.run(FAULTS) == []
+            assert browser.errors == []
+            pixels[dark] = Image.open(io.BytesIO(browser.screenshot())).convert("L")
+            assert pixels[dark].width == width
+            # What is painted stays off the page's edge, whatever the elements say of themselves.
+            edges = [pixels[dark].crop((x, 0, x + 8, pixels[dark].height)).getextrema() for x in (0, width - 8)]
+            assert all(high - low <= 2 for low, high in edges)
+        assert pixels[False].size == pixels[True].size
+        assert pixels[False].getpixel((2, 2)) > 200 > 60 > pixels[True].getpixel((2, 2))  # type: ignore[operator]
+
+
+def test_every_chart_has_a_table_csv_and_svg_and_curves_can_be_smoothed(make_run: MakeRun, browser: Browser) -> None:
+    paths = rich_runs(make_run, long_names=False)
     answer = ask(
-        write_report(paths, tmp_path / "out.html"),
-        tmp_path,
+        browser,
+        write_report([paths[2]]),
         """
-        const clipped = [...document.querySelectorAll(".plot text")].filter(t => {
-          const inside = t.getBoundingClientRect(), around = t.closest(".panel").getBoundingClientRect();
-          return inside.left < around.left || inside.right > around.right;
-        });
-        const { scrollWidth, clientWidth } = document.querySelector("main");
-        return { clipped: clipped.map(t => t.textContent), scrolls: scrollWidth, wide: clientWidth };
+        const read = { tables: [], files: [] };
+        const keep = link => { read.files.push([link.download, decodeURIComponent(link.href)]); };
+        HTMLAnchorElement.prototype.click = function () { keep(this); };
+        for (const box of plots()) {
+          const [table, csv, svg] = tools(box);
+          table.click();
+          const behind = box.closest(".panel").querySelector(".behind");
+          read.tables.push([table.getAttribute("aria-expanded"), behind.querySelectorAll("td").length > 0]);
+          csv.click(); svg.click(); table.click();
+        }
+        read.left = document.querySelectorAll(".behind").length;
+        const accuracy = plots()[0], d = () => accuracy.querySelector(".line:not(.thin):not(.raw)").getAttribute("d");
+        const before = d();
+        read.marks = [...accuracy.querySelectorAll("text")].filter(t => t.textContent === "synthesis").length;
+        document.querySelector("[data-smooth='5']").click();
+        read.smoothed = d() !== before; read.raw = accuracy.querySelectorAll(".raw").length;
+        document.querySelector("[data-smooth='1']").click();
+        read.back = d() === before;
+        read.spike = chart("norm").textContent;
+        const links = [...document.querySelectorAll(".contents a")];
+        read.anchors = links.every(a => document.getElementById(a.hash.slice(1)));
+        return read;
         """,
-        style="main { width: 360px; }",  # the browser's own windows are no narrower than 500 pixels
     )
-    assert answer == {"clipped": [], "scrolls": 360, "wide": 360, "failures": []}
+    charts = len(answer["tables"])
+    assert charts > 8
+    assert answer["tables"] == [["true", True]] * charts
+    assert answer["left"] == 0
+    assert len(answer["files"]) == 2 * charts
+    files = dict(answer["files"])
+    assert len(files) == 2 * charts
+    lines = files["chart-accuracy.csv"].partition(",")[2].split("\r\n")
+    records = load_run(paths[2]).rounds
+    assert lines[0] == "round,accuracy,before refinement"
+    assert lines[9] == ",".join(
+        ["9", *(str(to_json_data(records[8][key])) for key in ("accuracy", "accuracy_before_refine"))]
+    )
+    for name, content in files.items():
+        if name.endswith(".svg"):
+            drawing = ElementTree.fromstring(content.partition(",")[2])
+            assert drawing.tag.endswith("svg")
+            assert "var(" not in content
+    assert answer["marks"] == 1
+    assert (answer["smoothed"], answer["raw"], answer["back"], answer["anchors"]) == (True, 2, True, True)
+    assert "90" in answer["spike"]
+    assert "80" not in answer["spike"]

@@ -8,9 +8,10 @@ from fake_runs import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynafed.report.charts import describe, event_marks, extra_keys, group_lines, run_lines, time_stack, traffic_lines
+from dynafed.report.charts import describe, event_marks, group_lines, run_lines, time_stack, traffic_lines
 from dynafed.report.groups import (
     classes_for,
+    common_round,
     common_settings,
     cumulative,
     differing_keys,
@@ -21,6 +22,7 @@ from dynafed.report.groups import (
     partitions,
 )
 from dynafed.report.load import Partition, Run, load_run
+from dynafed.report.measures import extra_keys
 
 
 def run_of(*accuracies: float | None, path: str = "run", **config: Any) -> Run:
@@ -38,6 +40,20 @@ def test_runs_that_differ_in_seed_and_execution_are_one_group() -> None:
     assert [group.label for group in groups] == ["fedavg, alpha=0.1", "fedavg, alpha=0.01"]
     assert groups[0].seeds == [0, 1]
     assert not groups[0].finished
+
+
+def test_diagnostics_and_a_seed_again_are_no_other_observation() -> None:
+    runs = [
+        run_of(0.1, 0.2, method="fedavg", seed=0),
+        run_of(0.1, 0.2, 0.3, method="fedavg", seed=0, watch=[1], eval_every=2, **{"dynafed.evidence": True}),
+        run_of(0.5, method="fedavg", seed=1, target_accuracy=0.5),
+    ]
+    (group,) = group_runs(runs)
+    assert group.seeds == [0, 1]
+    assert group.distinct == (runs[1], runs[2])
+    assert group.over_seeds(lambda run: run.final)[0] == pytest.approx((0.2 + 0.5) / 2)
+    assert common_round([group]) == 1
+    assert common_round(group_runs(runs[:1])) is None
 
 
 def test_labels_name_only_what_differs() -> None:
@@ -152,9 +168,10 @@ def test_other_numbers_are_found_flat_and_parted_by_whether_they_vary(make_run: 
         record |= {"norm": index / 2, "kept": 7, "flag": True, "deep": {"er": index}, "word": "x"}
 
     run = load_run(make_run(rounds=3, each=each))
-    varying, constant = extra_keys([run])
-    assert varying == ["norm", "deep.er"]
-    assert constant == {"lr": 0.001, "kept": 7}
+    extra = extra_keys([run])
+    assert extra.varying == ["norm", "deep.er"]
+    assert extra.constant == {"lr": 0.001, "kept": 7}
+    assert extra.once == []
 
 
 def test_charts_of_a_run(make_run: MakeRun) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_runs import MakeRun
+from fake_runs import MakeRun, synthesis_record
 
 from dynafed.errors import UserError
 from dynafed.report.load import find_runs, flatten, load_run
@@ -34,6 +34,21 @@ def test_what_is_sent_once_goes_up_in_the_first_round(make_run: MakeRun) -> None
 
     run = load_run(make_run(rounds=12, each=each))
     assert run.values("bytes_up") == [3_800_000] + 11 * [800_000]
+
+
+def test_the_time_of_a_synthesis_is_parted_from_the_servers(make_run: MakeRun) -> None:
+    run = load_run(make_run(rounds=12, each=synthesis_record))
+    assert run.syntheses == [8]
+    assert run.values("seconds_synthesis") == pytest.approx([20], abs=0.1)
+    assert max(run.values("seconds_server")) < 0.4
+    measured = make_run("measured", rounds=12, each=lambda i, r: r.update(seconds_synthesis=0.1) if i == 3 else None)
+    assert load_run(measured).values("seconds_synthesis") == [0.1]
+
+
+def test_accuracy_at_an_earlier_round_is_what_was_final_then(make_run: MakeRun) -> None:
+    run = load_run(make_run(rounds=12, each=lambda i, r: r.update(accuracy=i / 100)))
+    assert run.accuracy_at(6) == pytest.approx(0.04)
+    assert run.accuracy_at(12) == run.accuracy_at() == run.final
 
 
 def test_final_accuracy_is_the_summarys_else_the_mean_of_the_last_five(make_run: MakeRun) -> None:

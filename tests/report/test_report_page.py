@@ -10,8 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_runs import MakeRun
+from fake_runs import MakeRun, add_synthetic, synthesis_record
+from safetensors.numpy import save_file
 
 from dynafed.errors import UserError
 from dynafed.report import write_report
@@ -66,6 +68,10 @@ def check(path: Path) -> tuple[str, Checker, dict[str, Any]]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found is not None
     return text, checker, json.loads(found[1])
+
+
+def own(text: str, place: int) -> str:
+    return f'<b class="own" style="--c:var(--c{place})">{text}</b>'
 
 
 def plots(checker: Checker) -> list[dict[str, str | None]]:
@@ -230,7 +236,7 @@ def test_the_page_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
     finals = [summary["final_accuracy"] for summary in scores["moon"]]
     mean = sum(finals) / 3
     std = (sum((value - mean) ** 2 for value in finals) / 2) ** 0.5
-    assert f"<b>moon</b> ends highest: <b>{mean_std_percent(mean, std)}</b> over 3 seeds" in text
+    assert f"{own('moon', 1)} ends highest: {own(mean_std_percent(mean, std), 1)} over 3 seeds" in text
     assert "2 methods on fmnist-mini" in text
     assert "not reached" in text
     assert text.index("moon</td>") < text.index("fedavg</td>")
@@ -242,9 +248,12 @@ def test_the_page_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
     assert [line["name"] for line in accuracy["series"]] == ["fedavg", "moon"]
     assert accuracy["series"][0]["n"] == [3] * 20
     assert accuracy["marks"][0]["y"] == 0.6
-    links = [attributes["href"] for tag, attributes in checker.seen if tag == "a"]
-    assert links == [f"{method}/{seed}/" for method in ("fedavg", "moon") for seed in range(3)]
-    assert "are not independent" not in text
+    links = [attributes["href"] or "" for tag, attributes in checker.seen if tag == "a"]
+    assert [link for link in links if not link.startswith("#")] == [
+        f"{method}/{seed}/" for method in ("fedavg", "moon") for seed in range(3)
+    ]
+    assert f"points above {own('fedavg', 0)} (baseline, " in text
+    assert "the longest counts" not in text
 
 
 def test_seeds_of_one_setting(make_run: MakeRun) -> None:
@@ -289,7 +298,7 @@ def test_unfinished_doubled_and_damaged_runs_are_said_in_a_comparison(make_run: 
     text, checker, _ = check(write_report(paths, paths[0].parent))
     assert "2 of 4 runs unfinished" in text
     assert "so far" in text
-    assert "are not independent" in text
+    assert "the longest counts" in text
     assert "a: partition.json is not valid JSON" in text
     assert "b/report.html" in [attributes.get("href") for tag, attributes in checker.seen if tag == "a"]
     text, _, _ = check(write_report([paths[3], paths[2]], paths[0].parent))
@@ -315,7 +324,7 @@ def test_blocks_of_report_json(make_run: MakeRun) -> None:
     assert [attributes["src"] for tag, attributes in checker.seen if tag == "img"] == [uri, uri]
     assert "<p>One.</p><p>Two.</p>" in text
     assert "<p>words alone</p>" in text
-    lines, bars = list(data["charts"].values())[-2:]
+    lines, bars = (next(s for s in data["charts"].values() if s["title"] == title) for title in ("Lines", "Bars"))
     assert lines["series"][0]["x"] == [1, 2, 3]
     assert lines["series"][0]["y"] == [None, None, 30]
     assert bars["labels"] == ["a", "2"]
@@ -354,6 +363,142 @@ def test_a_block_that_cannot_be_shown_says_why(make_run: MakeRun, block: Any, wh
     text, checker, _ = check(write_report([run]))
     assert why.replace("'", "&#x27;") in text
     assert not any(tag == "img" for tag, _ in checker.seen)
+
+
+def test_the_leader_is_compared_with_the_baseline_and_with_the_next(make_run: MakeRun) -> None:
+    tops = {"dynafed": 0.9, "fedprox": 0.8, "fedavg": 0.4}
+    paths = [make_run(f"{m}-{s}", method=m, seed=s, top=t) for m, t in tops.items() for s in range(3)]
+    text, _, _ = check(write_report([*paths[:6], paths[6]], paths[0].parent))
+    headline = text.partition('<p class="verdict">')[2].partition("</p>")[0]
+    assert headline.startswith(f"{own('dynafed', 0)} ends highest")
+    assert headline.index("points above " + own("fedavg", 2)) < headline.index("points above " + own("fedprox", 1))
+    assert "the numbers of seeds differ: dynafed 3, fedprox 3, fedavg 1" in headline
+    assert "one seed doesn’t tell" in headline
+    text, _, _ = check(write_report(paths[3:], paths[0].parent))
+    assert text.count("points above") == 1
+    assert "seeds differ" not in text
+
+
+def test_different_numbers_of_rounds_are_compared_at_the_common_one(make_run: MakeRun) -> None:
+    def climb(index: int, record: dict[str, Any]) -> None:
+        record["accuracy"] = index / 100
+
+    def slow(index: int, record: dict[str, Any]) -> None:
+        record["accuracy"] = index / 200
+
+    paths = [make_run("a", rounds=10, each=climb), make_run("b", method="moon", rounds=30, each=slow)]
+    text, _, _ = check(write_report(paths, paths[0].parent))
+    assert f"{own('fedavg, rounds=10', 0)} is highest: {own(percent(0.08), 0)} with one seed, 4.00 points above" in text
+    assert "compared at round 10, the last that every run has" in text
+    assert ">At round 10</button>" in text
+    assert text.index("fedavg, rounds=10</td>") < text.index("moon, rounds=30</td>")
+
+
+def test_runs_that_cannot_differ_are_not_ranked(make_run: MakeRun) -> None:
+    paths = [make_run("a", workers=1), make_run("b", workers=2, watch=[0], eval_every=1)]
+    text, _, data = check(write_report(paths, paths[0].parent))
+    assert "ends highest" not in text
+    assert len(data["charts"]["c0"]["series"]) == 1
+    twins = [make_run(name, each=lambda i, r: r.update(accuracy=0.5), lr=lr) for name, lr in (("c", 0.1), ("d", 0.2))]
+    text, _, _ = check(write_report(twins, paths[0].parent))
+    assert f"{own('fedavg, lr=0.1', 0)} and {own('fedavg, lr=0.2', 1)} end equal: " in text
+
+
+def test_numbers_of_the_synthesis_stand_in_one_table_and_its_time_apart(make_run: MakeRun) -> None:
+    paths = [
+        make_run(f"{m}-{s}", method=m, seed=s, each=synthesis_record if m == "dynafed" else None)
+        for m in ("fedavg", "dynafed")
+        for s in (0, 1)
+    ]
+    text, _, data = check(write_report(paths, paths[0].parent))
+    assert {s["title"] for s in data["charts"].values() if s["kind"] == "lines"} == {
+        "Accuracy", "Loss", "accuracy before refinement", "clients’ training loss",
+    }  # fmt: skip
+    assert text.count("matching loss</td>") == 1
+    assert 'data-v="0.915"' in text
+    assert "Each of 4 segments" in text
+    assert "D_syn is the small synthetic dataset" in text
+    assert "Synthesis, once" in text
+    assert f"+ 20{THIN}s synthesis, once" in text
+    assert data["charts"]["c0"]["xmarks"] == [{"x": 8, "label": "synthesis", "groups": [1]}]
+    assert "↑ higher is better" in text
+    assert "↓ lower is better" in text
+    text, _, data = check(write_report([paths[2]]))
+    assert f"synthesis 20{THIN}s" in text
+    stack = next(spec for spec in data["charts"].values() if spec["kind"] == "stack")
+    assert max(map(max, (part["y"] for part in stack["series"]))) < 2
+
+
+def test_synthetic_images_are_shown_by_class_with_names(make_run: MakeRun) -> None:
+    run = add_synthetic(make_run(rounds=12, method="dynafed", each=synthesis_record), channels=3)
+    summary = json.loads((run / "summary.json").read_text())
+    names = ["boot", *(f"thing {i}" for i in range(1, 9)), NASTY]
+    (run / "summary.json").write_text(json.dumps(summary | {"class_names": names}))
+    images = {"images": [{"src": "synthetic-000000.png"}]}
+    (run / "report.json").write_text(json.dumps([{"title": "Stages", "kind": "images", "data": images}]))
+    text, checker, data = check(write_report([run]))
+    alts = [attributes["alt"] for tag, attributes in checker.seen if tag == "img"]
+    # A class has its mean, its sample at the end and at three iterations, and three samples more.
+    assert len(alts) == 10 * 8
+    assert alts[:5] == ["mean of boot", "boot, synthetic sample 0", *(f"boot at iteration {n}" for n in (0, 125, 200))]
+    assert "<h4>boot</h4>" in text
+    assert "Stages" not in text
+    assert next(spec for spec in data["charts"].values() if spec["kind"] == "heat")["names"] == names
+    other = make_run("other", rounds=12)
+    text, _, _ = check(write_report([other, run], run.parent))
+    assert text.count('<div class="gallery">') == 1
+    assert "Shown is that of dynafed, seed 0." in text
+    many = add_synthetic(make_run("many", rounds=2, classes=30), classes=30)
+    text, _, _ = check(write_report([many]))
+    assert text.count("<article>") == 20
+    assert "10 more classes" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tensor", None])
+def test_synthetic_data_that_cannot_be_shown_is_left_out(make_run: MakeRun, content: bytes | None) -> None:
+    run = make_run(rounds=2)
+    if content is None:
+        arrays = {"x": np.zeros((4, 12), np.float32), "logits": np.zeros((4, 3), np.float32)}
+        save_file(arrays, run / "synthetic.safetensors")
+    else:
+        (run / "synthetic.safetensors").write_bytes(content)
+    text, _, _ = check(write_report([run]))
+    assert '<div class="gallery">' not in text
+
+
+def test_too_many_images_are_left_out(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynafed.report.page.MOST_IMAGE_CHARACTERS", 1000)
+    blocks = [{"title": "Images", "kind": "images", "data": {"images": [{"src": "a.png"}]}}] * 20
+    run = make_run(rounds=1, blocks=blocks)
+    (run / "a.png").write_bytes(png())
+    text, _, _ = check(write_report([run]))
+    assert 0 < text.count("<img") < 20
+    assert "Left out to keep this page small" in text
+
+
+def test_accuracy_by_class_and_client_where_it_was_measured(make_run: MakeRun) -> None:
+    def each(index: int, record: dict[str, Any]) -> None:
+        record["accuracy_per_class"] = [index / 10, 0.5, None]
+        record["accuracy_per_client"] = {"3": 0.9, "1": 0.1}
+
+    paths = [make_run(str(seed), rounds=3 + seed, planned=4, seed=seed, each=each, classes=3) for seed in (0, 1)]
+    _, _, data = check(write_report(paths, paths[0].parent))
+    charts = {spec["title"]: spec for spec in data["charts"].values()}
+    assert charts["Accuracy by class"]["series"][0]["y"] == [0.35, 0.5, None]
+    assert charts["Accuracy by class"]["labels"] == ["0", "1", "2"]
+    assert charts["Accuracy by client"]["series"][0]["y"] == [0.1, 0.9]
+    assert "accuracy per client: 1" not in charts
+
+
+def test_watched_clients_are_small_multiples_on_one_scale(make_run: MakeRun) -> None:
+    def each(index: int, record: dict[str, Any]) -> None:
+        record["watch"] = {"2": {"local": [4.0, 3.0], "aggregated": 2.0}, "10": {"refined": 1.0}}
+
+    _, _, data = check(write_report([make_run(rounds=2, each=each)]))
+    two, ten = (next(s for s in data["charts"].values() if s["title"] == f"Client {c}") for c in (2, 10))
+    assert two["series"][0]["x"] == [0.4, 0.8, 0.9, 1.4, 1.8, 1.9]
+    assert ten["series"][0]["y"] == [1.0, 1.0]
+    assert two["ymax"] == ten["ymax"]
 
 
 def test_where_the_page_goes(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ block without `kind` is text alone. By kind, `data` is
 - `bars`: `{"labels": [...], "series": {name: [...]}, "ylabel": ...}`.
 - `table`: `{"columns": [...], "rows": [[...], ...]}`, sortable by a click.
 
-`lines` and `bars` take `"format": "percent"`, `"seconds"` or `"bytes"` for the values (fractions, seconds, bytes).
+`lines` and `bars` take `"format": "percent"`, `"seconds"` or `"bytes"` for the values (fractions, seconds, bytes), and
+`"better": "higher"` or `"lower"`.
 A block that can't be shown becomes a sentence that says why; it never breaks the page.
 """
 
@@ -50,6 +51,7 @@ def chart(kind: str, data: Any) -> dict[str, Any]:
         "xlabel": str(data.get("xlabel", "")),
         "ylabel": str(data.get("ylabel", "")),
         "format": data["format"] if data.get("format") in FORMATS else "number",
+        "better": _better(data),
     }
     named = [(str(name), values) for name, values in series.items()]
     if kind == "bars":
@@ -77,30 +79,38 @@ def table(data: Any) -> str:
 
 
 def sortable_table(
-    columns: list[tuple[str, bool]], rows: list[list[tuple[str, Any]]], *, style: str = "", down: int | None = None
+    columns: list[tuple[str, bool]],
+    rows: list[list[tuple[str, Any]]],
+    *,
+    style: str = "",
+    down: int | None = None,
+    label: str = "table",
 ) -> str:
     """A table that sorts by a click on a column; cells are (HTML, the value to sort by), columns (HTML, is numeric).
 
-    The rows are already in descending order of column `down`.
+    The rows are already in descending order of column `down`. Roles are explicit: on a phone some tables become cards.
     """
     sort = ' aria-sort="descending"'
     kind = [' class="num"' if numeric else "" for _, numeric in columns]
     head = "".join(
-        f'<th scope="col"{kind[i]}{sort if i == down else ""}><button type="button">{name}</button></th>'
+        f'<th role="columnheader" scope="col"{kind[i]}{sort if i == down else ""}>'
+        f'<button type="button">{name}</button></th>'
         for i, (name, _) in enumerate(columns)
     )
+    names = [re.sub(r"<[^>]*>", "", name) for name, _ in columns]
     body = "".join(
-        "<tr>"
+        '<tr role="row">'
         + "".join(
-            f'<td{kind[i]} data-v="{escape("" if v is None else v)}">{text}</td>' for i, (text, v) in enumerate(row)
+            f'<td role="cell"{kind[i]} data-label="{names[i]}" data-v="{escape("" if v is None else v)}">{text}</td>'
+            for i, (text, v) in enumerate(row)
         )
         + "</tr>"
         for row in rows
     )
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="table">'
-        f'<table class="sortable {style}">'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f'<table role="table" class="sortable {style}">'
+        f'<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table></div>'
     )
 
 
@@ -116,6 +126,28 @@ def images(data: Any, folder: Path) -> str:
         )
     style = "".join(f" {name}" for name, key in (("crisp", "pixelated"), ("small", "small")) if data.get(key))
     return f'<div class="images{style}">{"".join(shown)}</div>'
+
+
+def in_gallery(block: Any) -> bool:
+    """Whether a block holds nothing but the synthesis' own pictures, which `class_gallery` shows by class."""
+    data = block.get("data") if isinstance(block, dict) and block.get("kind") == "images" else None
+    images = data.get("images") if isinstance(data, dict) else None
+    sources = [i.get("src") for i in images if isinstance(i, dict)] if isinstance(images, list) else []
+    return bool(sources) and all(re.fullmatch(r"synthetic(-\d+)?\.png|samples/\d+\.png", str(s)) for s in sources)
+
+
+def is_lone_accuracy(block: Any) -> bool:
+    """Whether a block is a table of one accuracy, which the numbers of the synthesis have already."""
+    data = block.get("data") if isinstance(block, dict) and block.get("kind") == "table" else None
+    return isinstance(data, dict) and data.get("columns") == ["accuracy"] and len(data.get("rows") or ()) == 1
+
+
+def _better(data: Any) -> str:
+    """Which way is better: as told, else as the name of the values has it."""
+    told, label = data.get("better"), str(data.get("ylabel", ""))
+    if told in ("higher", "lower"):
+        return str(told)
+    return "lower" if label.endswith(("loss", "distance")) else "higher" if label.endswith("accuracy") else ""
 
 
 def paragraphs(text: Any) -> str:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynafed.report.groups import Group, cumulative, mean_curve
+from dynafed.report.groups import Group, cumulative, mean_curve, mean_std
 from dynafed.report.load import Partition, Run
 from dynafed.report.text import plural
 
 Spec = dict[str, Any]
 
-KNOWN = frozenset(
-    {"round", "accuracy", "accuracy_before_refine", "loss", "train_loss", "bytes_up", "bytes_down", "repeats"}
-    | {"bytes_enrolment", "enrolments_rejected"}
-    | {"seconds", "seconds_local", "seconds_clients", "seconds_server", "seconds_eval"}
-)
-"""Measures that the page has a place for; any other number in metrics.jsonl gets a small chart of its own."""
-
 AXES = {"traffic": ("bytes_up", "bytes_down"), "time": ("seconds_local", "seconds_server")}
-"""What a curve can be drawn against besides rounds: sums over all rounds so far."""
+"""What a curve can be drawn against besides rounds: sums over all rounds so far; a synthesis adds its time."""
 
 TIMES = (("seconds_local", "clients"), ("seconds_server", "server"), ("seconds_eval", "evaluation"))
 
@@ -38,38 +31,69 @@ def group_lines(groups: Sequence[Group], key: str, **more: Any) -> Spec | None:
     """One curve a group, the mean over seeds with its band."""
     series = []
     for place, group in enumerate(groups):
-        joined = mean_curve(run.points(key) for run in group.runs)
+        joined = mean_curve(run.points(key) for run in group.distinct)
         if not joined.rounds:
             continue
         line: Spec = {"name": group.label, "x": joined.rounds, "y": joined.mean, "color": place, "group": place}
-        if len(group.runs) > 1:
-            line |= {"low": joined.low, "high": joined.high, "n": joined.count, "of": len(group.runs)}
+        if len(group.distinct) > 1:
+            line |= {"low": joined.low, "high": joined.high, "n": joined.count, "of": len(group.distinct)}
         series.append(line | {"alt": _alternatives(group, joined.rounds)})
     return {"kind": "lines", "xlabel": "round", "series": series, **more} if series else None
 
 
-def extra_keys(runs: Sequence[Run]) -> tuple[list[str], dict[str, float]]:
-    """Other numbers in the metrics: those that vary (to be drawn), and those that never do, with their value."""
-    seen: dict[str, list[float]] = {}
-    for run in runs:
-        for record in run.rounds:
-            for key, value in record.items():
-                known = key in KNOWN or key.startswith("watch.")
-                if not known and isinstance(value, int | float) and not isinstance(value, bool):
-                    seen.setdefault(key, []).append(value)
-    # What is measured in one round only, of many, is no curve, nor "the same in every round".
-    lasting = {key: values for key, values in seen.items() if len(values) > 1 or len(runs[0].rounds) == 1}
-    varying = [key for key, values in lasting.items() if len(set(values)) > 1]
-    return varying, {key: values[0] for key, values in lasting.items() if len(set(values)) == 1}
+def synthesis_marks(groups: Sequence[Group]) -> list[Spec]:
+    """Vertical marks at the rounds that made synthetic data, one for each round."""
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(groups):
+        for round_num in sorted({at for run in group.distinct for at in run.syntheses}):
+            places.setdefault(round_num, []).append(place)
+    # A mark of several groups goes away only with the last of them.
+    return [{"x": at, "label": "synthesis", "groups": found} for at, found in sorted(places.items())]
 
 
-def client_loss_lines(run: Run) -> Spec | None:
-    """Watched clients' losses: each round their local training (if they took part), the average, the refinement."""
+def class_bars(groups: Sequence[Group], names: Sequence[str]) -> Spec | None:
+    """Accuracy of each class, as last measured; the mean over seeds of each group."""
+    series: list[Spec] = []
+    most = 0
+    for place, group in enumerate(groups):
+        rows = [row for run in group.distinct if isinstance(row := run.last("accuracy_per_class"), list)]
+        if rows and len({len(row) for row in rows}) == 1:
+            means = [mean_std([v for v in column if v is not None])[0] for column in zip(*rows, strict=True)]
+            series.append({"name": group.label, "y": means, "color": place})
+            most = max(most, len(means))
+    if not series:
+        return None
+    labels = list(names) if len(names) == most else [str(index) for index in range(most)]
+    series = [line | {"y": line["y"] + [None] * (most - len(line["y"]))} for line in series]
+    return {"kind": "bars", "labels": labels, "series": series, "format": "percent", "xlabel": "class", "ymax": 1}
+
+
+def client_lines(groups: Sequence[Group]) -> Spec | None:
+    """Accuracy on each client's data, as last measured, from the lowest client to the highest; mean over seeds."""
+    series = []
+    for place, group in enumerate(groups):
+        rows = [
+            sorted(value for value in row.values() if value is not None)
+            for run in group.distinct
+            if isinstance(row := run.last("accuracy_per_client"), dict)
+        ]
+        if rows and len({len(row) for row in rows}) == 1 and rows[0]:
+            y = [mean_std(column)[0] for column in zip(*rows, strict=True)]
+            series.append({"name": group.label, "x": list(range(1, len(y) + 1)), "y": y, "color": place})
+    spec = {"kind": "lines", "xlabel": "clients, lowest first", "format": "percent", "zero": True, "series": series}
+    return spec if series else None
+
+
+def client_loss_lines(run: Run) -> list[tuple[str, Spec]]:
+    """A chart for each watched client, all on one scale.
+
+    In each round: the losses of local training (if the client took part), after the average, after the refinement.
+    """
     clients = sorted(
         {key.split(".")[1] for record in run.rounds for key in record if key.startswith("watch.")}, key=int
     )
-    series = []
-    for place, client in enumerate(clients):
+    found: list[tuple[str, Spec]] = []
+    for client in clients:
         points: list[tuple[float, float]] = []
         for record in run.rounds:
             round_num, local = record["round"], record.get(f"watch.{client}.local") or []
@@ -78,12 +102,16 @@ def client_loss_lines(run: Run) -> Spec | None:
                 if (loss := record.get(f"watch.{client}.{name}")) is not None:
                     points.append((when, loss))
         x, y = zip(*points, strict=True)
-        series.append({"name": f"client {client}", "x": x, "y": y, "color": place})
-    return {"kind": "lines", "xlabel": "round", "zero": True, "series": series} if series else None
+        line = {"name": f"client {client}", "x": x, "y": y, "color": 0, "thin": True}
+        found.append((client, {"kind": "lines", "xlabel": "round", "zero": True, "series": [line]}))
+    tops = sorted(value for _, spec in found for value in spec["series"][0]["y"] if value is not None)
+    for _, spec in found:
+        spec["ymax"] = tops[int(0.99 * (len(tops) - 1))] if tops else 1
+    return found
 
 
 def time_stack(run: Run) -> Spec | None:
-    """Seconds of each round, stacked by where they went."""
+    """Seconds of each round without the synthesis, stacked by where they went."""
     kept = [record for record in run.rounds if any(record.get(key) is not None for key, _ in TIMES)]
     if not kept:
         return None
@@ -92,7 +120,8 @@ def time_stack(run: Run) -> Spec | None:
         for place, (key, name) in enumerate(TIMES)
         if run.total(key)
     ]
-    rest = [max(0.0, (r.get("seconds") or 0) - sum(r.get(key) or 0 for key, _ in TIMES)) for r in kept]
+    parts = [*(key for key, _ in TIMES), "seconds_synthesis"]
+    rest = [max(0.0, (r.get("seconds") or 0) - sum(r.get(key) or 0 for key in parts)) for r in kept]
     if sum(rest) > 0.02 * sum(r.get("seconds") or 0 for r in kept):
         series.append({"name": "other", "y": rest, "color": 6})
     return {"kind": "stack", "x": [r["round"] for r in kept], "format": "seconds", "xlabel": "round", "series": series}
@@ -147,8 +176,9 @@ def event_marks(run: Run) -> Spec | None:
 
 def describe(title: str, spec: Spec) -> str:
     """The chart in a sentence, for those who don't see it."""
+    better = f" {spec['better'].capitalize()} is better." if spec.get("better") else ""
     if spec["kind"] != "lines":
-        return title
+        return f"{title}.{better}"
     parts = []
     for line in spec["series"][:8]:
         values = [value for value in line["y"] if value is not None]
@@ -159,13 +189,13 @@ def describe(title: str, spec: Spec) -> str:
             )
             parts.append(f"{line['name']} from {first} to {last}, lowest {low}, highest {high}")
     points = max((len(line["x"]) for line in spec["series"]), default=0)
-    return f"{title}, line chart over {plural(points, 'point')}. {'; '.join(parts)}"
+    return f"{title}, line chart over {plural(points, 'point')}. {'; '.join(parts)}.{better}"
 
 
 def _alternatives(group: Group, rounds: Sequence[int]) -> dict[str, list[float | None]]:
     found = {}
     for axis, keys in AXES.items():
-        sums = [cumulative(run, keys) for run in group.runs]
+        sums = [cumulative(run, keys) for run in group.distinct]
         if all(sums):
             joined = mean_curve(points for points in sums if points)
             at = dict(zip(joined.rounds, joined.mean, strict=True))

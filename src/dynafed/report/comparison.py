@@ -10,18 +10,21 @@ from typing import Any
 from urllib.parse import quote
 
 from dynafed.report import blocks, charts
-from dynafed.report.groups import Group, common_settings, differing_keys, group_runs, partitions
+from dynafed.report.groups import Group, common_round, common_settings, differing_keys, group_runs, partitions
 from dynafed.report.load import LAST, Run
-from dynafed.report.page import Page
+from dynafed.report.measures import extra_keys, measure, segment_table
+from dynafed.report.page import CONTENTS, Page
 from dynafed.report.sections import (
-    caption,
+    accuracy_parts,
     event_sentence,
     grid,
+    learning_switches,
     notes,
     partition_parts,
     result_sentence,
     settings,
     setup_line,
+    synthesis_parts,
 )
 from dynafed.report.text import NONE, duration, escape, join_limited, mean_std_percent, percent, plural, setting, size
 
@@ -29,6 +32,12 @@ TASK = ("dataset", "evaluate", "partition", "alpha", "classes_per_client", "clie
 """Runs that differ in one of these solve different tasks: their accuracies aren't ranked against each other."""
 
 MOST_TASKS = 8
+
+Scored = tuple[float, float | None, Group]
+"""A group's mean and standard deviation over seeds."""
+
+BASELINE = "fedavg"
+"""The method that the others are compared with."""
 
 
 def compare_page(runs: Sequence[Run], base: Path) -> str:
@@ -48,36 +57,54 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
         f"{_ranking(groups)}"
         f'<p class="setup">{escape(setup_line(same))}</p>{left_out}</header>'
     )
-    page.add(_legend(groups))
+    page.add(CONTENTS, _legend(groups))
     page.section("Results", _result_table(groups), f'<p class="fine">{escape(_fine_print(groups))}</p>')
-    page.section("Learning", _axis_switch(groups), grid(*_compared_learning(page, groups)))
-    page.section("Cost of a round", _cost_bars(groups))
-    page.section("Who holds which classes", *partition_parts(page, partitions(runs)))
-    varying, _ = charts.extra_keys(runs)
-    keys = ["accuracy_before_refine", "train_loss", *varying]
+    page.section("Learning", learning_switches(runs, _axes(groups)), grid(*_learning(page, groups)))
+    extra = extra_keys(runs)
+    show = _to_show(groups)
+    whose = f"Shown is that of {show.config.get('method')}, seed {show.config.get('seed')}." if show else ""
+    synthesis = synthesis_parts(page, groups, extra.once, show, whose)
+    page.section("Synthetic data", *synthesis, segment_table(groups, extra.once))
+    found = partitions(runs)
     page.section(
-        "Other measures",
-        grid(
-            *(page.chart(charts.group_lines(groups, k, format=_format(k)), caption(k), small=True) for k in keys),
-            style="small",
-        ),
+        "Who holds which classes",
+        *partition_parts(page, found),
+        accuracy_parts(page, groups, found[0][1] if found else None),
     )
-    page.section("Runs", *_run_details(page, groups))
+    page.section("Cost of a round", _cost_bars(groups))
+    keys = ["accuracy_before_refine", "train_loss", *extra.varying]
+    page.section("Other measures", grid(*(_small(page, groups, key) for key in keys), style="small"))
+    page.section("Runs", *_run_details(page, groups, show))
     return page.html()
 
 
-def _compared_learning(page: Page, groups: Sequence[Group]) -> list[str]:
+def _to_show(groups: Sequence[Group]) -> Run | None:
+    """The run whose synthetic images are shown: of the best group that has some, the first seed."""
+    having = [
+        (group.over_seeds(lambda run: run.final)[0] or 0, run)
+        for group in groups
+        for run in group.distinct
+        if (run.path / "synthetic.safetensors").is_file()
+    ]
+    return max(having, key=lambda entry: entry[0])[1] if having else None
+
+
+def _small(page: Page, groups: Sequence[Group], key: str) -> str:
+    shown = measure(key)
+    spec = charts.group_lines(groups, key, format=shown.format)
+    return page.chart(spec, shown.name, shown.about, better=shown.better, small=True)
+
+
+def _learning(page: Page, groups: Sequence[Group]) -> list[str]:
     targets = {run.target for group in groups for run in group.runs}
     target = targets.pop() if len(targets) == 1 else None
     marks = [{"y": target, "label": f"target {percent(target, 0)}"}] if target else []
+    at = charts.synthesis_marks(groups)
+    accuracy = charts.group_lines(groups, "accuracy", format="percent", marks=marks, xmarks=at, direct=True)
+    loss = charts.group_lines(groups, "loss", log="auto", xmarks=at, direct=True)
     return [
-        page.chart(
-            charts.group_lines(groups, "accuracy", format="percent", marks=marks, direct=True),
-            "Accuracy",
-            _band_note(groups),
-            wide=True,
-        ),
-        page.chart(charts.group_lines(groups, "loss", log="auto", direct=True), "Loss", wide=True),
+        page.chart(accuracy, "Accuracy", _band_note(groups), better="higher", wide=True),
+        page.chart(loss, "Loss", better="lower", wide=True),
     ]
 
 
@@ -101,25 +128,58 @@ def _ranking(groups: Sequence[Group]) -> str:
 
 
 def _leader(groups: Sequence[Group]) -> str:
-    scored = [(*group.over_seeds(lambda run: run.final), group) for group in groups]
+    """Who ends highest, by how much above the baseline (FedAvg, if it is there) and above the next."""
+    at = common_round(groups)
+    scored = [(*group.over_seeds(lambda run: run.accuracy_at(at)), group) for group in groups]
     ranked = sorted(((m, s, g) for m, s, g in scored if m is not None), key=lambda entry: -entry[0])
     if not ranked:
         return "no accuracy yet."
     mean, std, top = ranked[0]
     so_far = "" if all(group.finished for group in groups) else " so far"
-    over = f"over {plural(len(top.runs), 'seed')}" if len(top.runs) > 1 else "with one seed"
+    over = f"over {plural(len(top.distinct), 'seed')}" if len(top.distinct) > 1 else "with one seed"
+    score = _own(top, mean_std_percent(mean, std))
     if len(groups) == 1:
-        return f"<b>{mean_std_percent(mean, std)}</b> final accuracy{so_far} {over}."
-    text = f"<b>{escape(top.label)}</b> ends highest{so_far}: <b>{mean_std_percent(mean, std)}</b> {over}"
-    if len(ranked) > 1:
-        second, second_std, runner_up = ranked[1]
-        gap = mean - second
-        text += f", {100 * gap:.2f} points above {escape(runner_up.label)} ({mean_std_percent(second, second_std)})"
-        if std is None or second_std is None:
-            text += "; one seed doesn’t tell how sure that is"
-        elif gap < std + second_std:
-            text += "; that lead is within the spread of the seeds"
+        return f"{score} final accuracy{so_far} {over}."
+    baseline = next((entry for entry in ranked if entry[2].runs[0].config.get("method") == BASELINE), None)
+    rivals = [entry for entry in (baseline, *ranked[1:2]) if entry is not None and entry[2] is not top]
+    if baseline is not None and len(rivals) > 1 and rivals[0] is rivals[1]:
+        rivals.pop()
+    if rivals and rivals[0][0] == mean:
+        text = f"{_own(top)} and {_own(rivals[0][2])} end equal{so_far}: {score} {over}"
+    else:
+        leads = [_lead(mean, entry, "baseline" if entry is baseline else "") for entry in rivals]
+        text = f"{_own(top)} {'is' if at else 'ends'} highest{so_far}: {score} {over}"
+        text += f", {' and '.join(leads)}{_doubt(ranked[0], rivals)}" if leads else ""
+    if at is not None:
+        text += f"; compared at round {at}, the last that every run has"
+    counts = {entry[2].label: len(entry[2].distinct) for entry in ranked}
+    if len(set(counts.values())) > 1:
+        said = join_limited((f"{label} {count}" for label, count in counts.items()), 4)
+        text += f"; the numbers of seeds differ: {escape(said)}"
     return text + "."
+
+
+def _lead(mean: float, rival: Scored, role: str) -> str:
+    other, other_std, group = rival
+    inside = f"{role + ', ' if role else ''}{mean_std_percent(other, other_std)}"
+    return f"{100 * (mean - other):.2f} points above {_own(group)} ({inside})"
+
+
+def _doubt(top: Scored, rivals: Sequence[Scored]) -> str:
+    """What the seeds don't tell about the leads over `rivals`."""
+    if any(entry[1] is None for entry in (top, *rivals)):
+        return "; one seed doesn’t tell how sure that is"
+    unsure = [entry for entry in rivals if top[0] - entry[0] < (top[1] or 0) + (entry[1] or 0)]
+    if not unsure:
+        return ""
+    whole = "that lead is" if len(rivals) == 1 else "both leads are"
+    said = whole if len(unsure) == len(rivals) else f"the lead over {_own(unsure[0][2])} is"
+    return f"; {said} within the spread of the seeds"
+
+
+def _own(group: Group, text: str = "") -> str:
+    """Text in the group's color; without one, its name."""
+    return f'<b class="own" style="{_color(group.place)}">{text or escape(group.label)}</b>'
 
 
 def _legend(groups: Sequence[Group]) -> str:
@@ -129,14 +189,18 @@ def _legend(groups: Sequence[Group]) -> str:
         for place, group in enumerate(groups)
     )
     hint = '<span class="hint">click to hide, double-click to see one alone</span>'
-    return f'<nav class="legend" aria-label="curves">{keys}{hint}</nav>' if len(groups) > 1 else ""
+    return f'<div class="legend" role="group" aria-label="curves">{keys}{hint}</div>' if len(groups) > 1 else ""
 
 
 def _result_table(groups: Sequence[Group]) -> str:
     aim = any(run.target for group in groups for run in group.runs)
-    columns = [("Setting", False), ("Seeds", False), ("Final accuracy", True), ("Best", True)]
+    at = common_round(groups)
+    synthesis = any(run.total("seconds_synthesis") for group in groups for run in group.runs)
+    columns = [("Setting", False), ("Seeds", False), *([(f"At round {at}", True)] if at else [])]
+    columns += [("Final accuracy", True), ("Best", True)]
     columns += [("Rounds to target", True)] if aim else []
     columns += [("Up a round", True), ("Down a round", True), ("Server a round", True), ("All clients a round", True)]
+    columns += [("Synthesis, once", True)] if synthesis else []
     rows = []
     for place, group in enumerate(groups):
         mean, std = group.over_seeds(lambda run: run.final)
@@ -145,7 +209,8 @@ def _result_table(groups: Sequence[Group]) -> str:
         swatch = f'<i class="swatch d{place // 8 % 3}" style="{_color(place)}" aria-hidden="true"></i>'
         row: list[tuple[str, Any]] = [
             (f"{swatch}{escape(group.label)}{done}", group.label),
-            (escape(join_limited(group.seeds)), len(group.seeds)),
+            (escape(f"{len(group.seeds)} ({join_limited(group.seeds)})"), len(group.seeds)),
+            *([_accuracy_cell(group, at)] if at else []),
             (f"<b>{mean_std_percent(mean, std)}</b>", mean),
             (percent(best), best),
         ]
@@ -155,9 +220,23 @@ def _result_table(groups: Sequence[Group]) -> str:
             row.append(_cell(group, key, size))
         for key in ("seconds_server", "seconds_clients"):
             row.append(_cell(group, key, duration))
+        if synthesis:
+            once = _synthesis_seconds(group)
+            row.append((duration(once), once))
         rows.append(row)
     rows.sort(key=lambda row: -(row[2][1] or 0))
-    return blocks.sortable_table([(escape(name), numeric) for name, numeric in columns], rows, style="results", down=2)
+    return blocks.sortable_table(
+        [(escape(name), numeric) for name, numeric in columns], rows, style="results cards", down=2, label="results"
+    )
+
+
+def _accuracy_cell(group: Group, at: int) -> tuple[str, float | None]:
+    mean, std = group.over_seeds(lambda run: run.accuracy_at(at))
+    return f"<b>{mean_std_percent(mean, std)}</b>", mean
+
+
+def _synthesis_seconds(group: Group) -> float | None:
+    return group.over_seeds(lambda run: run.total("seconds_synthesis"))[0]
 
 
 def _cell(group: Group, key: str, show: Any) -> tuple[str, float | None]:
@@ -171,26 +250,26 @@ def _mean_per_round(group: Group, key: str) -> float | None:
 
 def _reached(group: Group) -> tuple[str, float | None]:
     mean, _ = group.over_seeds(lambda run: run.rounds_to_target)
-    hits = sum(run.rounds_to_target is not None for run in group.runs)
+    hits = sum(run.rounds_to_target is not None for run in group.distinct)
     if mean is None:
         return ("not reached" if any(run.target for run in group.runs) else NONE), None
-    return f"{mean:.0f}" + (f" ({hits} of {len(group.runs)})" if hits < len(group.runs) else ""), mean
+    return f"{mean:.0f}" + (f" ({hits} of {len(group.distinct)})" if hits < len(group.distinct) else ""), mean
 
 
 def _fine_print(groups: Sequence[Group]) -> str:
     text = f"Final accuracy is the mean of the last {LAST} evaluated rounds of each run"
-    if any(len(group.runs) > 1 for group in groups):
+    if any(len(group.distinct) > 1 for group in groups):
         text += "; then mean ± sample standard deviation over seeds. Best is the mean of the seeds’ best rounds"
     text += ". Times are wall clock on the machine of the run."
-    if any(len(set(group.seeds)) < len(group.seeds) for group in groups):
-        text += " Some runs share setting and seed: they are not independent."
+    if any(len(group.distinct) < len(group.runs) for group in groups):
+        text += " Runs that share setting and seed have one result: the longest counts."
     if any(not group.finished for group in groups):
         text += " Unfinished runs count with what they have so far."
     return text
 
 
 def _band_note(groups: Sequence[Group]) -> str:
-    sizes = {len(group.runs) for group in groups}
+    sizes = {len(group.distinct) for group in groups}
     if max(sizes) == 1:
         return ""
     bands = ["± one standard deviation"] if max(sizes) > 2 else []
@@ -198,18 +277,10 @@ def _band_note(groups: Sequence[Group]) -> str:
     return f"mean over seeds; band: {' or '.join(bands)}"
 
 
-def _axis_switch(groups: Sequence[Group]) -> str:
-    whole = [
-        axis for axis, keys in charts.AXES.items() if all(r.values(k) for g in groups for r in g.runs for k in keys)
-    ]
-    if not whole:
-        return ""
-    names = {"round": "rounds", "traffic": "traffic", "time": "time of clients and server"}
-    buttons = "".join(
-        f'<button type="button" data-axis="{axis}" aria-pressed="{str(axis == "round").lower()}">{names[axis]}</button>'
-        for axis in ("round", *whole)
-    )
-    return f'<p class="switch" role="group" aria-label="horizontal axis">against {buttons}</p>'
+def _axes(groups: Sequence[Group]) -> list[str]:
+    """What the curves can be drawn against besides rounds."""
+    runs = [run for group in groups for run in group.runs]
+    return [axis for axis, keys in charts.AXES.items() if all(run.values(key) for run in runs for key in keys)]
 
 
 def _cost_bars(groups: Sequence[Group]) -> str:
@@ -226,7 +297,9 @@ def _cost_bars(groups: Sequence[Group]) -> str:
         )
         rows.append(
             f'<tr><th scope="row">{escape(group.label)}</th><td class="bar"><span>{bars}</span></td>'
-            f'<td class="num">{duration(sum(parts))}</td></tr>'
+            f'<td class="num">{duration(sum(parts))}'
+            + (f" <small>+ {duration(once)} synthesis, once</small>" if (once := _synthesis_seconds(group)) else "")
+            + "</td></tr>"
         )
     key = "".join(
         f'<span style="{_color(place)}"><i aria-hidden="true"></i>{name}</span>'
@@ -236,7 +309,7 @@ def _cost_bars(groups: Sequence[Group]) -> str:
     return f'<p class="bar-key">{key}</p><table class="bars">{"".join(rows)}</table>'
 
 
-def _run_details(page: Page, groups: Sequence[Group]) -> list[str]:
+def _run_details(page: Page, groups: Sequence[Group], show: Run | None) -> list[str]:
     runs = [run for group in groups for run in group.runs]
     marked = differing_keys([run.config for run in runs])
     parts = []
@@ -246,7 +319,7 @@ def _run_details(page: Page, groups: Sequence[Group]) -> list[str]:
             own = "report.html" if (run.path / "report.html").is_file() else ""
             link = f'<a href="{escape(quote(os.path.join(relative, own)))}">{escape(relative)}</a>'
             badge = "" if run.finished else ' <span class="badge">unfinished</span>'
-            extra = "".join(page.block(block, run.path, "h3") for block in run.blocks)
+            extra = page.blocks(run, "h3", gallery=run is show and any("gallery" in part for part in page.parts))
             parts.append(
                 f"<details><summary>{escape(group.label)}, seed {escape(run.config.get('seed', '?'))}: "
                 f"{percent(run.final)}{badge}</summary>"
@@ -258,10 +331,6 @@ def _run_details(page: Page, groups: Sequence[Group]) -> list[str]:
 
 def _color(place: int) -> str:
     return f"--c:var(--c{place % 8})"
-
-
-def _format(key: str) -> str:
-    return "percent" if key.startswith("accuracy") else "number"
 
 
 def _only_methods(groups: Sequence[Group]) -> bool:

@@ -14,6 +14,12 @@ from dynafed.config import EXECUTION_KEYS
 from dynafed.report.load import Partition, Run
 from dynafed.report.text import setting
 
+DIAGNOSTIC = frozenset(("watch", "eval_every", "target_accuracy", "dynafed.evidence"))
+"""Keys that decide what is measured, not what is computed."""
+
+IGNORED = EXECUTION_KEYS | DIAGNOSTIC
+"""Runs that differ only in these have the same result."""
+
 DATA_KEYS = ("dataset", "partition", "alpha", "classes_per_client", "clients", "min_samples", "server_samples", "seed")
 
 
@@ -23,11 +29,23 @@ class Group:
 
     label: str
     runs: tuple[Run, ...]
+    place: int = 0
+    """Its number among the groups of the page, which decides its color."""
+
+    @property
+    def distinct(self) -> tuple[Run, ...]:
+        """One run for each seed, the longest; the same seed again isn't another observation."""
+        longest: dict[Any, Run] = {}
+        for run in self.runs:
+            seed = run.config.get("seed", "?")
+            if seed not in longest or len(run.rounds) > len(longest[seed].rounds):
+                longest[seed] = run
+        return tuple(longest.values())
 
     @property
     def seeds(self) -> list[Any]:
-        """The seeds, in the order of the runs."""
-        return [run.config.get("seed", "?") for run in self.runs]
+        """The distinct seeds, in the order of the runs."""
+        return [run.config.get("seed", "?") for run in self.distinct]
 
     @property
     def finished(self) -> bool:
@@ -35,8 +53,8 @@ class Group:
         return all(run.finished for run in self.runs)
 
     def over_seeds(self, value: Callable[[Run], float | None]) -> tuple[float | None, float | None]:
-        """Mean and sample standard deviation of a number over the runs that have it."""
-        return mean_std([number for run in self.runs if (number := value(run)) is not None])
+        """Mean and sample standard deviation of a number over the seeds that have it."""
+        return mean_std([number for run in self.distinct if (number := value(run)) is not None])
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,8 @@ def mean_curve(series: Iterable[Iterable[tuple[int, float | None]]]) -> Curve:
     for round_num in sorted(by_round):
         values = by_round[round_num]
         mean = statistics.fmean(values)
-        off = statistics.stdev(values) if len(values) > 2 else None
+        spread = sum((value - mean) ** 2 for value in values)
+        off = math.sqrt(spread / (len(values) - 1)) if len(values) > 2 else None
         joined.rounds.append(round_num)
         joined.mean.append(mean)
         joined.low.append(min(values) if off is None else mean - off)
@@ -84,26 +103,34 @@ def cumulative(run: Run, keys: Sequence[str]) -> list[tuple[int, float]] | None:
     total = 0.0
     points = []
     for record in run.rounds:
-        total += sum(record.get(key) or 0 for key in keys)
+        # A synthesis stands apart from the server's time, but the clock goes on.
+        extra = ("seconds_synthesis",) if "seconds_server" in keys else ()
+        total += sum(record.get(key) or 0 for key in (*keys, *extra))
         points.append((record["round"], total))
     return points
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ only in seed and execution; groups come in the order of their first run."""
+    """Group runs that differ only in seed, execution and diagnostics; groups come in the order of their first run."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        same = {key: value for key, value in run.config.items() if key not in EXECUTION_KEYS and key != "seed"}
+        same = {key: value for key, value in run.config.items() if key not in IGNORED and key != "seed"}
         groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
     members = [tuple(sorted(group, key=_by_seed)) for group in groups.values()]
     labels = _labels([group[0].config for group in members])
-    return [Group(label, group) for label, group in zip(labels, members, strict=True)]
+    return [Group(label, group, place) for place, (label, group) in enumerate(zip(labels, members, strict=True))]
+
+
+def common_round(groups: Sequence[Group]) -> int | None:
+    """The last round that every run has, None where all have the same rounds."""
+    lasts = {run.rounds[-1]["round"] for group in groups for run in group.distinct if run.values("accuracy")}
+    return min(lasts) if len(lasts) > 1 else None
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]], ignore: Iterable[str] = ()) -> list[str]:
     """Keys with more than one value among the configs that have them."""
     keys = {key: None for config in configs for key in config}
-    skip = EXECUTION_KEYS | set(ignore)
+    skip = IGNORED | set(ignore)
     return [
         key
         for key in keys

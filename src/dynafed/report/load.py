@@ -16,6 +16,9 @@ from dynafed.errors import UserError
 DEPTH = 3
 """How many levels below a given folder runs are looked for."""
 
+SYNTHESIS = ("seconds_synthesis", "matching_loss", "inner_lr")
+"""Keys that only the record of a round with a synthesis has."""
+
 LAST = 5
 """The final accuracy is the mean over this many last evaluated rounds."""
 
@@ -60,6 +63,22 @@ class Run:
         """The sum of `key` over all rounds, None where it was never measured."""
         values = self.values(key)
         return sum(values) if values else None
+
+    @property
+    def syntheses(self) -> list[int]:
+        """The rounds that made synthetic data."""
+        return [record["round"] for record in self.rounds if any(key in record for key in SYNTHESIS)]
+
+    def last(self, key: str) -> Any:
+        """The value of `key` in the last round that has it."""
+        return next((record[key] for record in reversed(self.rounds) if record.get(key)), None)
+
+    def accuracy_at(self, round_num: int | None = None) -> float | None:
+        """The final accuracy as it would be after that round; without one, `final`."""
+        if round_num is None or not self.rounds or round_num >= self.rounds[-1]["round"]:
+            return self.final
+        before = [value for at, value in self.points("accuracy") if value is not None and at <= round_num][-LAST:]
+        return statistics.fmean(before) if before else None
 
     def mean(self, key: str) -> float | None:
         """The mean of `key` over the rounds that have it."""
@@ -134,12 +153,13 @@ def load_run(path: Path) -> Run:
         raise UserError(f"{path / 'config.toml'} can't be read: {error}") from None
     summary = _json(path / "summary.json", notes)
     blocks = _json(path / "report.json", notes)
+    class_names = summary.get("class_names") if isinstance(summary, dict) else None
     return Run(
         path=path,
         config=config,
         rounds=_rounds(path / "metrics.jsonl", notes),
         summary=summary if isinstance(summary, dict) else None,
-        partition=_partition(_json(path / "partition.json", notes), notes),
+        partition=_partition(_json(path / "partition.json", notes), class_names, notes),
         blocks=tuple(blocks if isinstance(blocks, list) else [] if blocks is None else [blocks]),
         notes=tuple(notes),
     )
@@ -181,7 +201,9 @@ def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     broken = 0
     for index, line in enumerate(lines):
         try:
-            record = flatten(json.loads(line))
+            raw = json.loads(line)
+            by_client = raw.pop("accuracy_per_client", None)
+            record = flatten(raw) | ({"accuracy_per_client": by_client} if isinstance(by_client, dict) else {})
             if "bytes_enrolment" in record:  # what clients send once goes up in the first round
                 record["bytes_up"] = record.get("bytes_up", 0) + record["bytes_enrolment"]
             rounds[int(record["round"])] = {key: _finite(value) for key, value in record.items()}
@@ -190,18 +212,34 @@ def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
             broken += bool(line.strip()) and index < len(lines) - 1
     if broken:
         notes.append(f"metrics.jsonl has {broken} unreadable line{'s' * (broken > 1)}, left out")
-    return tuple(rounds[index] for index in sorted(rounds))
+    ordered = [rounds[index] for index in sorted(rounds)]
+    _split_off_synthesis(ordered)
+    return tuple(ordered)
+
+
+def _split_off_synthesis(rounds: Sequence[dict[str, Any]]) -> None:
+    """Move the time of a synthesis from `seconds_server` to `seconds_synthesis`.
+
+    Where the run didn't measure it, it is what the round took beyond the median of the server's other rounds.
+    """
+    made = [record for record in rounds if any(key in record for key in SYNTHESIS)]
+    usual = statistics.median([r["seconds_server"] for r in rounds if r.get("seconds_server") and r not in made] or [0])
+    for record in made:
+        whole = record.get("seconds_server") or 0.0
+        took = min(whole, record.get("seconds_synthesis") or max(0.0, whole - usual))
+        if took:
+            record |= {"seconds_synthesis": took, "seconds_server": whole - took}
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _partition(raw: Any, notes: list[str]) -> Partition | None:
+def _partition(raw: Any, class_names: Any, notes: list[str]) -> Partition | None:
     if raw is None:
         return None
     try:
-        names = tuple(str(name) for name in raw.get("names") or ())
+        names = tuple(str(name) for name in raw.get("class_names") or raw.get("names") or class_names or ())
         counts = tuple(tuple(int(count) for count in row) for row in raw["counts"])
         shown = tuple(int(client) for client in raw.get("shown") or range(len(counts)))
         classes = int(raw["classes"])

@@ -6,6 +6,7 @@
   const probes = new Map(); // plot -> how to read values from it
   let axis = "round";
   let order = "main";
+  let smooth = 1; // rounds that a point of a smoothed curve is the mean of
 
   // ---- small helpers
 
@@ -27,7 +28,19 @@
   const dash = place => [undefined, "7 4", "2 4"][Math.floor(place / 8) % 3];
   const extent = values => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
   const known = values => values.filter(v => v !== null && v !== undefined);
-  const width = text => text.length * 6.7;
+  const width = text => text.length * 6.9;
+  const rank = (values, share) => [...values].sort((a, b) => a - b)[Math.floor(share * (values.length - 1))];
+  /** Where an axis ends: at the highest value, but far below it if few values tower above all others. */
+  const ceiling = values => {
+    const high = Math.max(...values), usual = rank(values, 0.96);
+    return values.length >= 12 && usual > 0 && high > 4 * usual ? usual * 1.6 : high;
+  };
+  /** Means over n neighbors without the lowest and the highest, so that a spike stays one. */
+  const smoothed = (ys, n) => n < 2 ? ys : ys.map((v, i) => {
+    const near = known(ys.slice(Math.max(0, i - (n >> 1)), i + (n >> 1) + 1)).sort((a, b) => a - b);
+    const kept = near.length > 3 ? near.slice(1, -1) : near;
+    return v === null ? null : kept.reduce((sum, other) => sum + other, 0) / kept.length;
+  });
   const nearest = (xs, x) => {
     let low = 0, high = xs.length - 1;
     while (high - low > 1) {
@@ -198,13 +211,16 @@
     const useAxis = axis !== "round" && spec.series.every(line => line.alt?.[axis]) ? axis : "round";
     const series = spec.series.filter(line => !hidden.has(line.group)).map(line => ({ ...line, x: useAxis === "round" ? line.x : line.alt[useAxis] }));
     const ys = known(series.flatMap(line => [...line.y, ...(line.low ?? []), ...(line.high ?? []), ...(spec.marks ?? []).map(mark => mark.y)]));
+    const curves = series.map(line => ({ ...line, y: spec.xlabel === "round" && !spec.small ? smoothed(line.y, smooth) : line.y }));
     if (!ys.length) return void element("p", "hint", box, "nothing to draw");
     const grouped = spec.series[0].group !== undefined;
     if (!grouped) keys(box, series);
     let [low, high] = extent(ys);
     if (spec.format === "percent") [low, high] = [Math.max(0, low), Math.min(1, high)];
     const sorted = [...ys].sort((a, b) => a - b);
-    const log = spec.log === "auto" && low > 0 && high / sorted[sorted.length >> 1] > 25;
+    const log = spec.log === "auto" && low > 0 && ceiling(ys) / sorted[sorted.length >> 1] > 25;
+    if (spec.ymax) high = Math.max(spec.ymax, low);
+    else if (!log && low >= 0 && spec.format !== "percent") high = ceiling(ys);
     if (!log && low > 0 && (spec.zero || low < 0.35 * high)) low = 0;
     const height = spec.small ? 180 : grouped ? Math.round(Math.max(250, Math.min(380, box.clientWidth * 0.4))) : 290;
     const [first, last] = extent(known(series.flatMap(line => line.x)));
@@ -216,8 +232,15 @@
     });
     const y = scaleFor(low, high, { count: spec.small ? 3 : 5, format: spec.format, log });
     const area = frame(box, { height, x, y, right, xlabel: AXES[useAxis].label ?? spec.xlabel ?? "" });
-    const { svg, px, py, inner } = area;
+    const { svg, px, inner } = area;
+    const py = v => Math.max(inner.top - 2, area.py(v)); // what is beyond the axis is cut off at its end
     if (log) svgElement("text", { x: inner.right, y: inner.top + 4, "text-anchor": "end" }, svg, "log scale");
+    for (const mark of useAxis === "round" ? spec.xmarks ?? [] : []) {
+      if (grouped && mark.groups.every(group => hidden.has(group)) || mark.x < first || mark.x > last) continue;
+      svgElement("line", { class: "mark", x1: px(mark.x), x2: px(mark.x), y1: inner.top, y2: inner.bottom }, svg);
+      const left = px(mark.x) + width(mark.label) + 8 > inner.right;
+      svgElement("text", { class: "halo", x: px(mark.x) + (left ? -5 : 5), y: spec.better === "lower" ? inner.top + 8 : inner.bottom - 7, "text-anchor": left ? "end" : "start" }, svg, mark.label);
+    }
     for (const mark of spec.marks ?? []) {
       svgElement("line", { class: "mark", x1: inner.left, x2: inner.right, y1: py(mark.y), y2: py(mark.y) }, svg);
     }
@@ -227,7 +250,11 @@
       const edge = [...at.map(p => [p[0], p[2]]), ...at.reverse().map(p => [p[0], p[1]])];
       svgElement("path", { class: "band", style: color(line.color), d: `${path(edge)}Z` }, svg);
     }
-    for (const line of [...series].reverse()) {
+    const beyond = series.flatMap(line => line.y.map((v, i) => [line.x[i], v, line.color])).filter(p => p[1] !== null && y.at(p[1]) > y.high + 1e-9);
+    if (smooth > 1) for (const line of series.filter((line, i) => curves[i].y !== line.y)) {
+      svgElement("path", { class: "line raw", style: color(line.color), d: path(line.y.map((v, i) => v === null || line.x[i] === null || (log && v <= 0) ? null : [px(line.x[i]), py(v)])) }, svg);
+    }
+    for (const line of [...curves].reverse()) {
       const style = { style: color(line.color), "stroke-dasharray": dash(line.color) };
       const points = line.y.map((v, i) => v === null || line.x[i] === null || (log && v <= 0) ? null : [px(line.x[i]), py(v)]);
       // Where some seeds are missing the mean may jump: dotted, so that nobody takes it for learning.
@@ -240,6 +267,12 @@
     for (const mark of spec.marks ?? []) {
       svgElement("text", { class: "halo", x: inner.left + 6, y: py(mark.y) - 5 }, svg, mark.label);
     }
+    let labeled = -Infinity; // where the last label is: they mustn't overlap
+    for (const [at, v, place] of beyond.sort((a, b) => a[0] - b[0])) {
+      svgElement("path", { class: "fill", style: color(place), d: `M${(px(at) - 4).toFixed(1)},${inner.top + 5}h8l-4,-7z` }, svg);
+      if (px(at) > labeled + 70) svgElement("text", { class: "halo", x: px(at) + (px(at) > inner.right - 70 ? -8 : 8), y: inner.top + 6, "text-anchor": px(at) > inner.right - 70 ? "end" : "start" }, svg, shown(v, spec.format));
+      if (px(at) > labeled + 70) labeled = px(at);
+    }
     for (const point of spec.points ?? []) {
       const at = [px(point.x), py(point.y)], room = width(point.label) / 2;
       svgElement("circle", { class: "dot", r: 4.5, cx: at[0], cy: at[1], style: color(0) }, svg);
@@ -251,7 +284,7 @@
       for (let i = ends.length - 1, limit = inner.bottom; i >= 0; i--, limit -= 15) {
         ends[i].at = Math.min(ends[i].at, limit, ends[i + 1] ? ends[i + 1].at - 15 : Infinity);
       }
-      for (const end of ends) svgElement("text", { class: "direct", x: inner.right + 10, y: end.at + 4, style: color(end.line.color) }, svg, end.line.name);
+      for (const end of ends) if (!isNaN(end.at)) svgElement("text", { class: "direct", x: inner.right + 10, y: end.at + 4, style: color(end.line.color) }, svg, end.line.name);
     }
     const stops = [...new Set(known(series.flatMap(line => line.x)))].sort((a, b) => a - b);
     const shared = useAxis === "round";
@@ -273,7 +306,8 @@
     const xs = spec.x, gap = xs.length > 1 ? Math.min(...xs.slice(1).map((v, i) => v - xs[i])) : 1;
     const sums = xs.map((_, i) => spec.series.reduce((sum, part) => sum + part.y[i], 0));
     const x = scaleFor(xs[0] - gap / 2, xs.at(-1) + gap / 2, { count: box.clientWidth / 90, tight: true, whole: true });
-    const y = scaleFor(0, Math.max(...sums) || 1, { count: 5, format: spec.format });
+    const most = ceiling(sums) || 1;
+    const y = scaleFor(0, most, { count: 5, format: spec.format });
     const area = frame(box, { height: 290, x, y, xlabel: spec.xlabel });
     const base = xs.map(() => 0);
     for (const part of spec.series) {
@@ -281,19 +315,26 @@
       xs.forEach((v, i) => {
         const ends = [area.px(v - gap / 2), area.px(v + gap / 2)];
         bottom.push([ends[0], area.py(base[i])], [ends[1], area.py(base[i])]);
-        base[i] += part.y[i];
+        base[i] = Math.min(y.high, base[i] + part.y[i]);
         top.push([ends[0], area.py(base[i])], [ends[1], area.py(base[i])]);
       });
       svgElement("path", { class: "area", style: color(part.color), d: `${path([...top, ...bottom.reverse()])}Z` }, area.svg);
+    }
+    const above = xs.flatMap((v, i) => sums[i] > y.high ? [[v, sums[i]]] : []);
+    for (const [at, v] of above) {
+      svgElement("path", { class: "frame", d: `M${area.px(at).toFixed(1)},${area.inner.top - 8}l4,7h-8z` }, area.svg);
+      const end = area.px(at) > area.inner.right - 70;
+      if (above.length < 4) svgElement("text", { class: "halo", x: area.px(at) + (end ? -8 : 8), y: area.inner.top, "text-anchor": end ? "end" : "start" }, area.svg, shown(v, spec.format));
     }
     readAlong(box, area, xs, i => `${spec.xlabel} ${xs[i]}: ${shown(sums[i], spec.format)}`,
       i => spec.series.map(part => ({ name: part.name, value: shown(part.y[i], spec.format), color: part.color })).reverse());
   };
 
   const bars = (box, spec) => {
-    keys(box, spec.series.map((part, i) => ({ ...part, color: i })), "box");
+    const place = (part, i) => part.color ?? i;
+    keys(box, spec.series.map((part, i) => ({ ...part, color: place(part, i) })), "box");
     const n = spec.labels.length, values = known(spec.series.flatMap(part => part.y));
-    const [low, high] = extent([0, ...values]);
+    const [low, high] = extent([0, ...values, spec.ymax ?? 0]);
     const y = scaleFor(low, high, { count: 4, format: spec.format });
     const longest = Math.max(0, ...spec.labels.map(width));
     const turned = longest + 8 > (box.clientWidth - 50) / n && longest > 30;
@@ -305,19 +346,20 @@
       part.y.forEach((v, i) => {
         if (v !== null) d += `M${(px(i) + (s - spec.series.length / 2) * wide).toFixed(1)},${py(0).toFixed(1)}v${(py(v) - py(0)).toFixed(1)}h${(wide * 0.92).toFixed(1)}V${py(0).toFixed(1)}z`;
       });
-      svgElement("path", { class: "fill", style: color(s), d }, svg);
+      svgElement("path", { class: "fill", style: color(place(part, s)), d }, svg);
     });
     const every = Math.ceil(turned ? 15 / slot : (longest + 8) / slot);
     const deep = turned ? Math.min(90, longest * 0.64 + 4) : 0;
     spec.labels.forEach((label, i) => {
       if (i % every) return;
-      const text = turned && label.length > 22 ? `${label.slice(0, 21)}…` : label, at = `${px(i).toFixed(1)} ${inner.bottom + (turned ? 12 : 18)}`;
+      const most = turned ? Math.min(22, Math.floor((px(i) + 8) / 0.77 / 6.9)) : Infinity; // none reaches beyond the left edge
+      const text = label.length > most ? `${label.slice(0, Math.max(1, most - 1))}…` : label, at = `${px(i).toFixed(1)} ${inner.bottom + (turned ? 12 : 18)}`;
       svgElement("text", { transform: `translate(${at})${turned ? " rotate(-40)" : ""}`, "text-anchor": turned ? "end" : "middle" }, svg, text);
     });
     svgElement("text", { x: inner.right, y: inner.bottom + 34 + deep, "text-anchor": "end" }, svg, spec.xlabel);
     svg.setAttribute("viewBox", `0 0 ${box.clientWidth} ${250 + deep + (spec.xlabel ? 14 : 0)}`);
     readAlong(box, area, spec.labels.map((_, i) => i), i => spec.labels[i],
-      i => spec.series.map((part, s) => ({ name: part.name, value: shown(part.y[i], spec.format), color: s })));
+      i => spec.series.map((part, s) => ({ name: part.name, value: shown(part.y[i], spec.format), color: place(part, s) })));
   };
 
   const heat = (box, spec) => {
@@ -445,6 +487,84 @@
   };
   choose("axis", value => { axis = value; });
   choose("order", value => { order = value; });
+  choose("smooth", value => { smooth = +value; });
+
+  // ---- behind every chart: its numbers as a table, as CSV, and the drawing as SVG
+
+  const KINDS = {
+    lines: spec => {
+      const xs = [...new Set(spec.series.flatMap(line => line.x))].sort((a, b) => a - b);
+      const at = spec.series.map(line => new Map(line.x.map((x, i) => [x, i])));
+      const columns = spec.series.flatMap(line => [line.name, ...(line.low ? [`${line.name}, low`, `${line.name}, high`] : [])]);
+      return [[spec.xlabel || "x", ...columns], ...xs.map(x => [x, ...spec.series.flatMap((line, s) => {
+        const i = at[s].get(x);
+        return [line.y[i], ...(line.low ? [line.low[i], line.high[i]] : [])];
+      })])];
+    },
+    stack: spec => [[spec.xlabel, ...spec.series.map(part => part.name)], ...spec.x.map((x, i) => [x, ...spec.series.map(part => part.y[i])])],
+    bars: spec => [[spec.xlabel || "label", ...spec.series.map(part => part.name)], ...spec.labels.map((label, i) => [label, ...spec.series.map(part => part.y[i])])],
+    heat: spec => [["client", ...Array.from({ length: spec.classes }, (_, c) => spec.names[c] ?? `class ${c}`)], ...spec.shown.map((client, i) => [client, ...spec.counts[i]])],
+    events: spec => [[spec.xlabel, "event", "count"], ...spec.rows.flatMap(row => row.x.map((x, i) => [x, row.name, row.n[i]]))],
+  };
+  const rowsOf = spec => KINDS[spec.kind](spec);
+  const csv = rows => rows.map(row => row.map(v => {
+    const text = String(v ?? "");
+    return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  }).join(",")).join("\r\n") + "\r\n";
+  const STYLES = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray", "stroke-linejoin", "stroke-linecap", "font-family", "font-size", "font-weight", "paint-order", "opacity"];
+  const drawing = box => {
+    const svg = box.querySelector("svg"), copy = svg.cloneNode(true), all = [...copy.querySelectorAll("*")];
+    [...svg.querySelectorAll("*")].forEach((part, i) => {
+      const style = getComputedStyle(part);
+      all[i].setAttribute("style", STYLES.map(name => `${name}:${style.getPropertyValue(name)}`).join(";").replaceAll('"', "'"));
+      all[i].removeAttribute("class");
+    });
+    const { width: wide, height: high } = svg.viewBox.baseVal;
+    for (const [name, value] of Object.entries({ xmlns: "http://www.w3.org/2000/svg", width: wide, height: high })) copy.setAttribute(name, value);
+    copy.removeAttribute("aria-hidden");
+    copy.prepend(svgElement("rect", { width: wide, height: high, fill: getComputedStyle(box.closest(".panel")).backgroundColor }));
+    const title = svgElement("title", {}, null, box.getAttribute("aria-label"));
+    copy.prepend(title);
+    return new XMLSerializer().serializeToString(copy);
+  };
+  const save = (name, type, text) => {
+    const link = element("a", "");
+    link.href = `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
+    link.download = name;
+    link.click();
+  };
+  const fill = (place, rows) => {
+    const scroll = element("div", "scroll", place);
+    scroll.tabIndex = 0;
+    scroll.setAttribute("role", "region");
+    scroll.setAttribute("aria-label", "numbers of the chart");
+    const table = element("table", "", scroll), [head, ...body] = rows;
+    const top = element("tr", "", element("thead", "", table));
+    for (const name of head) element("th", "num", top, name).scope = "col";
+    const inside = element("tbody", "", table);
+    for (const row of body) {
+      const line = element("tr", "", inside);
+      for (const v of row) element("td", "num", line, v === null || v === undefined ? "–" : String(v));
+    }
+  };
+  for (const box of plots) {
+    const spec = data.charts[box.dataset.chart], panel = box.closest(".panel");
+    const tools = element("p", "tools", panel);
+    const tool = (text, label, use) => {
+      const button = element("button", "", tools, text);
+      button.type = "button";
+      button.setAttribute("aria-label", `${spec.title}: ${label}`);
+      button.addEventListener("click", () => use(button));
+      return button;
+    };
+    tool("table", "show the numbers as a table", button => {
+      const open = panel.querySelector(".behind");
+      button.setAttribute("aria-expanded", !open);
+      if (open) open.remove(); else fill(element("div", "behind", panel), rowsOf(spec));
+    }).setAttribute("aria-expanded", false);
+    tool("CSV", "download the numbers as CSV", () => save(`${panel.id}.csv`, "text/csv", csv(rowsOf(spec))));
+    tool("SVG", "download the drawing as SVG", () => box.querySelector("svg") && save(`${panel.id}.svg`, "image/svg+xml", drawing(box)));
+  }
 
   const legend = [...document.querySelectorAll(".key")];
   const show = () => {
@@ -483,15 +603,6 @@
   document.querySelector("details.numbers")?.addEventListener("toggle", event => {
     const place = event.currentTarget;
     if (!place.open || place.querySelector("table")) return;
-    const scroll = element("div", "scroll", place);
-    scroll.tabIndex = 0;
-    const table = element("table", "", scroll);
-    const head = element("tr", "", element("thead", "", table));
-    for (const name of data.numbers.columns) element("th", "num", head, name).scope = "col";
-    const body = element("tbody", "", table);
-    for (const row of data.numbers.rows) {
-      const line = element("tr", "", body);
-      for (const v of row) element("td", "num", line, v === null ? "–" : typeof v === "number" ? String(v) : String(v));
-    }
+    fill(place, [data.numbers.columns, ...data.numbers.rows]);
   });
 })();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -14,6 +15,13 @@ from dynafed.report.charts import Spec
 from dynafed.report.load import Run
 from dynafed.report.text import escape, script_json
 
+MOST_IMAGE_CHARACTERS = 1_800_000
+"""Images beyond this are left out of a page, so that the whole stays below 3 MB."""
+
+
+CONTENTS = "<!-- contents -->"
+"""Where the links to the sections go, which are known only at the end."""
+
 
 class Page:
     """Collects sections and the charts in them, and writes the one file."""
@@ -23,6 +31,9 @@ class Page:
         self.base = base
         self.parts: list[str] = []
         self.charts: dict[str, Spec] = {}
+        self.anchors: dict[str, str] = {}
+        self.names: dict[str, int] = {}
+        self.image_characters = 0
         self.numbers: dict[str, Any] | None = None
 
     def add(self, *parts: str) -> None:
@@ -34,26 +45,67 @@ class Page:
         inside = "".join(parts)
         if inside or lead:
             lead = f'<p class="lead">{lead}</p>' if lead else ""
-            self.add(f"<section><h2>{escape(title)}</h2>{lead}{inside}</section>")
+            self.add(f"{self.heading(title)}{lead}{inside}</section>")
 
-    def chart(self, spec: Spec | None, title: str, note: str = "", *, wide: bool = False, small: bool = False) -> str:
-        """The place where a chart is drawn, with its caption."""
+    def heading(self, title: str, level: str = "h2") -> str:
+        """The start of a section, with an anchor that stays the same from page to page."""
+        name = self.anchor(title)
+        if level == "h2":
+            self.anchors[name] = title
+        link = f'<a class="anchor" href="#{name}" aria-label="link to {escape(title)}">#</a>'
+        return f'<section aria-labelledby="{name}"><{level} id="{name}">{escape(title)}{link}</{level}>'
+
+    def anchor(self, title: str) -> str:
+        """A name for `title` that nothing else on the page has."""
+        plain = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "part"
+        self.names[plain] = self.names.get(plain, 0) + 1
+        return plain if self.names[plain] == 1 else f"{plain}-{self.names[plain]}"
+
+    def contents(self) -> str:
+        """Links to the sections."""
+        links = " ".join(f'<a href="#{name}">{escape(title)}</a>' for name, title in self.anchors.items())
+        return f'<nav class="contents" aria-label="sections">{links}</nav>' if len(self.anchors) > 1 else ""
+
+    def images(self, inside: str) -> str:
+        """HTML with images in it, or a sentence if the page would become too large."""
+        if self.image_characters + len(inside) > MOST_IMAGE_CHARACTERS:
+            return '<p class="fine">Left out to keep this page small: the images are on the run’s own page.</p>'
+        self.image_characters += len(inside)
+        return inside
+
+    def chart(
+        self,
+        spec: Spec | None,
+        title: str,
+        note: str = "",
+        *,
+        better: str = "",
+        wide: bool = False,
+        small: bool = False,
+    ) -> str:
+        """The place where a chart is drawn, with its caption; `better` is "higher", "lower" or nothing."""
         if spec is None:
             return ""
         name = f"c{len(self.charts)}"
-        self.charts[name] = spec | {"small": small}
-        note = f" <span>{escape(note)}</span>" if note else ""
+        spec = spec | {"small": small, "title": title, "better": better}
+        self.charts[name] = spec
+        arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(better, "")
+        note = "".join(f" <span>{escape(part)}</span>" for part in (arrow, note) if part)
         style = "panel" + (" wide" if wide else "")
         return (
-            f'<figure class="{style}"><figcaption><b>{escape(title)}</b>{note}</figcaption>'
+            f'<figure class="{style}" id="{self.anchor(f"chart {title}")}">'
+            f"<figcaption><b>{escape(title)}</b>{note}</figcaption>"
             f'<div class="plot" data-chart="{name}" tabindex="0" role="img"'
             f' aria-label="{escape(charts.describe(title, spec))}"></div></figure>'
         )
 
-    def blocks(self, run: Run, level: str = "h2") -> None:
-        """What the run's `report.json` asks for."""
-        for block in run.blocks:
-            self.add(self.block(block, run.path, level))
+    def blocks(self, run: Run, level: str, *, gallery: bool) -> str:
+        """What the run's `report.json` asks for, without what the page's gallery and tables show already."""
+        return "".join(
+            self.block(block, run.path, level)
+            for block in run.blocks
+            if not (gallery and blocks.in_gallery(block)) and not (run.syntheses and blocks.is_lone_accuracy(block))
+        )
 
     def block(self, block: Any, folder: Path, level: str) -> str:
         """One block of `report.json`."""
@@ -64,8 +116,8 @@ class Page:
             inside = self._inside(kind, block.get("data"), folder, title)
         except blocks.BlockError as why:
             inside = f'<p class="note">This block of report.json can’t be shown: {escape(why)}.</p>'
-        head = f"<{level}>{escape(title)}</{level}>" if title else ""
-        return f"<section>{head}{blocks.paragraphs(block.get('text') or '')}{inside}</section>"
+        head = self.heading(title, level) if title else "<section>"
+        return f"{head}{blocks.paragraphs(block.get('text') or '')}{inside}</section>"
 
     def html(self) -> str:
         """The whole file."""
@@ -75,7 +127,7 @@ class Page:
             title=escape(self.title),
             policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
             css=_asset("page.css"),
-            body="\n".join(self.parts),
+            body="\n".join(self.parts).replace(CONTENTS, self.contents(), 1),
             data=script_json({"charts": self.charts, "numbers": self.numbers}),
             js=script,
         )
@@ -83,11 +135,11 @@ class Page:
     def _inside(self, kind: Any, data: Any, folder: Path, title: str) -> str:
         if kind in ("lines", "bars"):
             spec = blocks.chart(kind, data)
-            return self.chart(spec, str(spec["ylabel"] or title), wide=True)
+            return self.chart(spec, str(spec["ylabel"] or title), better=str(spec["better"]), wide=True)
         if kind == "table":
             return blocks.table(data)
         if kind == "images":
-            return blocks.images(data, folder)
+            return self.images(blocks.images(data, folder))
         if kind == "text":
             return ""
         raise blocks.BlockError(f"unknown kind '{kind}'; known: images, lines, table, bars")

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynafed.report import charts
-from dynafed.report.groups import label_skew
+from dynafed.report.gallery import class_gallery
+from dynafed.report.groups import Group, label_skew
 from dynafed.report.load import Partition, Run
+from dynafed.report.measures import D_SYN, once_table
 from dynafed.report.page import Page
 from dynafed.report.text import THIN, duration, escape, number, percent, plural, setting
 
 MOST_HEATS = 6
+SMOOTHED_FROM = 20
+"""Rounds from which on curves can be smoothed."""
 
 
 def result_sentence(run: Run) -> str:
@@ -83,9 +87,7 @@ def partition_parts(page: Page, found: Sequence[tuple[str, Partition]]) -> list[
     parts.append(
         '<p class="heat-key"><span>share of the client’s samples: 0</span><i aria-hidden="true"></i>'
         '<span>a quarter</span><i aria-hidden="true"></i><span>all</span>'
-        '<span class="switch" role="group" aria-label="order of the clients">clients in order of'
-        '<button type="button" data-order="main" aria-pressed="true">main class</button>'
-        '<button type="button" data-order="id" aria-pressed="false">number</button></span></p>'
+        "</p>" + _switch("clients in order of", "order", {"main": "main class", "id": "number"}, "order of the clients")
     )
     style = "small" if len(found) > 2 else ""
     parts.append(grid(*shown[:MOST_HEATS], style=style))
@@ -170,6 +172,42 @@ def grid(*parts: str, style: str = "") -> str:
     return f'<div class="grid {style}">{inside}</div>' if inside else ""
 
 
-def caption(key: str) -> str:
-    """A key of the metrics as a caption."""
-    return key.replace("_", " ").replace(".", ": ")
+def learning_switches(runs: Sequence[Run], axes: Sequence[str] = ()) -> str:
+    """The switches of the learning curves: the horizontal axis, if there is a choice, and smoothing."""
+    names = {"round": "rounds", "traffic": "traffic", "time": "time of clients and server"}
+    against = _switch("against", "axis", {axis: names[axis] for axis in ("round", *axes)}, "horizontal axis")
+    long = max((len(run.rounds) for run in runs), default=0) >= SMOOTHED_FROM
+    smooth = _switch("smoothed over", "smooth", {"1": "one round", "5": "5", "15": "15"}, "smoothing") if long else ""
+    return f'<div class="switches">{against if axes else ""}{smooth}</div>' if axes or smooth else ""
+
+
+def synthesis_parts(
+    page: Page, groups: Sequence[Group], once: Sequence[str], show: Run | None, whose: str = ""
+) -> list[str]:
+    """The synthetic images of the run `show` (named `whose`), and what was measured in few rounds, as a table."""
+    gallery = page.images(class_gallery(show)) if show is not None else ""
+    table = once_table(groups, once)
+    if not gallery and not table:
+        return []
+    made = any(run.syntheses for group in groups for run in group.runs)
+    text = f"{D_SYN} {whose}" if gallery and whose else D_SYN
+    lead = f'<p class="lead">{escape(text)}</p>' if made or gallery else ""
+    return [lead, gallery, table and f"<h3>Its numbers</h3>{table}"]
+
+
+def accuracy_parts(page: Page, groups: Sequence[Group], partition: Partition | None) -> str:
+    """Accuracy by class and by client, where it was measured."""
+    by_class = charts.class_bars(groups, partition.names if partition else ())
+    by_client = charts.client_lines(groups)
+    return grid(
+        page.chart(by_class, "Accuracy by class", "as last measured", better="higher", wide=True),
+        page.chart(by_client, "Accuracy by client", "as last measured", better="higher", wide=True),
+    )
+
+
+def _switch(text: str, key: str, choices: Mapping[str, str], label: str) -> str:
+    buttons = "".join(
+        f'<button type="button" data-{key}="{value}" aria-pressed="{str(place == 0).lower()}">{name}</button>'
+        for place, (value, name) in enumerate(choices.items())
+    )
+    return f'<p class="switch" role="group" aria-label="{label}">{text} {buttons}</p>'

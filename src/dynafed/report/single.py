@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynafed.report import charts
+from dynafed.report.groups import Group
 from dynafed.report.load import LAST, Run
-from dynafed.report.page import Page
+from dynafed.report.measures import REFINEMENT, extra_keys, measure
+from dynafed.report.page import CONTENTS, Page
 from dynafed.report.sections import (
-    caption,
+    accuracy_parts,
     event_sentence,
     grid,
+    learning_switches,
     notes,
     partition_parts,
     result_sentence,
     settings,
     setup_line,
+    synthesis_parts,
 )
 from dynafed.report.text import THIN, duration, escape, join_limited, number, percent, plural, size
 
@@ -34,14 +38,26 @@ def run_page(run: Run, base: Path) -> str:
         f'<p class="verdict">{result_sentence(run)}</p>'
         f'<p class="setup">{escape(setup_line(run.config))}</p>{notes(run)}</header>'
     )
-    page.add(_tiles(run))
-    page.section("Learning", grid(*_learning(page, run)))
-    page.section("Who holds which classes", *partition_parts(page, [("", run.partition)] if run.partition else []))
+    page.add(_tiles(run), CONTENTS)
+    alone = [Group(str(run.config.get("method", "run")), (run,))]
+    extra = extra_keys([run])
+    page.section("Learning", learning_switches([run]), grid(*_learning(page, run, alone)))
+    synthesis = synthesis_parts(page, alone, extra.once, run)
+    shown = page.blocks(run, "h3" if synthesis else "h2", gallery=any('class="gallery"' in part for part in synthesis))
+    if synthesis:
+        page.section("Synthetic data" if run.syntheses else "Measured now and then", *synthesis, shown)
+    else:
+        page.add(shown)
+    page.section(
+        "Who holds which classes",
+        *partition_parts(page, [("", run.partition)] if run.partition else []),
+        accuracy_parts(page, alone, run.partition),
+    )
     page.section(
         "Cost",
         grid(
-            page.chart(charts.time_stack(run), "Time of each round"),
-            page.chart(charts.traffic_lines(run), "Traffic of each round"),
+            page.chart(charts.time_stack(run), "Time of each round", better="lower"),
+            page.chart(charts.traffic_lines(run), "Traffic of each round", better="lower"),
         ),
         lead=_cost(run),
     )
@@ -52,23 +68,21 @@ def run_page(run: Run, base: Path) -> str:
             _event_table(run),
             lead=escape(event_sentence(run)),
         )
-    if charts.client_loss_lines(run):
+    if watched := charts.client_loss_lines(run):
         page.section(
-            "Losses on single clients' data",
-            grid(page.chart(charts.client_loss_lines(run), "Loss of watched clients", wide=True)),
-            lead="In each round: through the client's own local training, where it took part; then of the average; "
-            "then, at the round's number, of the refined global model.",
+            "Loss of watched clients",
+            grid(
+                *(page.chart(spec, f"Client {client}", better="lower", small=True) for client, spec in watched),
+                style="small",
+            ),
+            lead="In each round: through the client’s own local training, where it took part; then of the average; "
+            "then, at the round’s number, of the refined global model. All on one scale.",
         )
-    varying, constant = charts.extra_keys([run])
     page.section(
         "Other measures",
-        grid(
-            *(page.chart(charts.run_lines(run, {key: key}), caption(key), small=True) for key in varying),
-            style="small",
-        ),
-        _constants({key: value for key, value in constant.items() if key != "lr"}),
+        grid(*(_small(page, run, key) for key in extra.varying), style="small"),
+        _constants({key: value for key, value in extra.constant.items() if key != "lr"}),
     )
-    page.blocks(run)
     if run.rounds:
         page.numbers = _numbers(run)
         page.section("Numbers", '<details class="numbers"><summary>Every round, as a table</summary></details>')
@@ -76,16 +90,26 @@ def run_page(run: Run, base: Path) -> str:
     return page.html()
 
 
-def _learning(page: Page, run: Run) -> list[str]:
+def _small(page: Page, run: Run, key: str) -> str:
+    shown = measure(key)
+    spec = charts.run_lines(run, {key: shown.name}, format=shown.format)
+    return page.chart(spec, shown.name, shown.about, better=shown.better, small=True)
+
+
+def _learning(page: Page, run: Run, alone: Sequence[Group]) -> list[str]:
     marks = [{"y": run.target, "label": f"target {percent(run.target, 0)}"}] if run.target else []
     points = [{"x": run.best[0], "y": run.best[1], "label": f"best {percent(run.best[1])}"}] if run.best else []
     names = {"accuracy": "accuracy", "accuracy_before_refine": "before refinement"}
     split = run.config.get("evaluate", "test")
-    accuracy = charts.run_lines(run, names, format="percent", marks=marks, points=points)
-    loss = charts.run_lines(run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto")
+    at = charts.synthesis_marks(alone)
+    accuracy = charts.run_lines(run, names, format="percent", marks=marks, points=points, xmarks=at)
+    loss = charts.run_lines(
+        run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto", xmarks=at
+    )
     if accuracy is None and loss is None:
         return ['<p class="note">No round has been evaluated yet.</p>']
-    return [page.chart(accuracy, "Accuracy", f"on the {split} split"), page.chart(loss, "Loss")]
+    note = f"on the {split} split" + (f". {REFINEMENT}" if run.values("accuracy_before_refine") else "")
+    return [page.chart(accuracy, "Accuracy", note, better="higher"), page.chart(loss, "Loss", better="lower")]
 
 
 def _tiles(run: Run) -> str:
@@ -123,11 +147,14 @@ def _tiles(run: Run) -> str:
 
 
 def _cost(run: Run) -> str:
-    took = [(name, run.total(key)) for key, name in charts.TIMES]
+    times = (*charts.TIMES, ("seconds_synthesis", "synthesis"))
+    took = [(name, run.total(key)) for key, name in times]
     timed = [(name, total) for name, total in took if total]
     whole = sum(total for _, total in timed)
     said = [f"{name} {duration(total)} ({percent(total / whole, 0)})" for name, total in timed]
     text = f"Time: {', '.join(said)}." if said else ""
+    if run.total("seconds_synthesis"):
+        text += f" The synthesis, in round {join_limited(run.syntheses)}, stands apart from the chart."
     up, down = run.mean("bytes_up"), run.mean("bytes_down")
     if up is not None or down is not None:
         text += f" Traffic a round: {size(up)} up, {size(down)} down."

@@ -2,7 +2,7 @@
 
     python experiments/theory.py            writes experiments/results/theory.json and docs/theory.png
 
-L2-regularised multinomial logistic regression on the digits that come with scikit-learn, split over clients with
+L2-regularized multinomial logistic regression on the digits that come with scikit-learn, split over clients with
 Dirichlet(0.1). The optimum is found to machine precision, so the gap L(w_t) - L(w*) is exact. Local SGD and fine-tuning
 steps share the clock t and the rate, as in the theorem's statement. Three servers are compared: none (FedAvg),
 fine-tuning on D_syn, and on all the data ("ideal": delta = epsilon = 0).
@@ -39,7 +39,7 @@ class Problem:
 
     def __init__(self) -> None:
         digits = data.load("digits")
-        x = digits.normalise(digits.train_x).flatten(1).double()
+        x = digits.normalize(digits.train_x).flatten(1).double()
         self.x = torch.cat((x / x.norm(dim=1).mean(), torch.ones(len(x), 1)), dim=1)
         self.y = nn.functional.one_hot(digits.train_y, 10).double()
         split = data.make_partition(
@@ -57,12 +57,12 @@ class Problem:
         self.least = self.loss(self.optimum)
 
     def loss(self, w: Tensor) -> float:
-        """The regularised loss on everybody's data."""
+        """The regularized loss on everybody's data."""
         fit = -(self.y * torch.log_softmax(self.x @ w.T, dim=1)).sum(1).mean()
         return float(fit + REGULARISER / 2 * w.square().sum())
 
     def gradient(self, w: Tensor, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-        """The regularised loss's gradient on these samples, or on everybody's."""
+        """The regularized loss's gradient on these samples, or on everybody's."""
         x, y = (self.x, self.y) if x is None or y is None else (x, y)
         return (torch.softmax(x @ w.mT, dim=-1) - y).mT @ x / x.shape[-2] + REGULARISER * w
 
@@ -112,11 +112,11 @@ def train(
     return steps, gaps, path
 
 
-def synthesise(problem: Problem) -> Server:
+def synthetic_gradient(problem: Problem) -> Server:
     """The gradient on D_syn, which is made from the first rounds of FedAvg.
 
     The inner rate is fixed so that the inner steps take as much time as the segment did. Then a gradient on D_syn has
-    the size of the gradient that it stands for, as the theorem's assumption wants. It stands for the regularised loss.
+    the size of the gradient that it stands for, as the theorem's assumption wants. It stands for the regularized loss.
     """
     _, _, path = train(problem, None, 0, TRAJECTORY)
     model = nn.Linear(problem.x.shape[1], 10, bias=False)
@@ -165,7 +165,7 @@ def main() -> None:
     """Run all, write the numbers and the picture."""
     torch.manual_seed(0)
     problem = Problem()
-    synthetic = synthesise(problem)
+    synthetic = synthetic_gradient(problem)
     servers: dict[str, Server | None] = {"FedAvg": None, "DynaFed": synthetic, "ideal server data": problem.gradient}
     found: dict[str, Any] = {
         "mu": problem.mu,

@@ -14,11 +14,11 @@ from dynafed.engine.federation import Federation
 
 
 def blobs(samples: int, seed: int, classes: int = 4, features: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian clouds around fixed centres."""
-    centres = np.random.default_rng(7).normal(size=(classes, features)) * 2
+    """Gaussian clouds around fixed centers."""
+    centers = np.random.default_rng(7).normal(size=(classes, features)) * 2
     rng = np.random.default_rng(seed)
     y = rng.integers(0, classes, samples)
-    return (centres[y] + rng.normal(size=(samples, features))).astype(np.float32), y
+    return (centers[y] + rng.normal(size=(samples, features))).astype(np.float32), y
 
 
 TRAIN, TEST = blobs(400, 1), blobs(200, 2)

@@ -112,7 +112,7 @@ def test_overrides_are_toml_values_or_bare_words() -> None:
 def test_schedules() -> None:
     def rates(**changes: object) -> list[float]:
         config = Config.load(None, {"lr": 0.8, "rounds": 4, **changes})
-        return [config.lr_at(round) for round in (1, 2, 3)]
+        return [config.lr_at(round_num) for round_num in (1, 2, 3)]
 
     assert rates() == [0.8, 0.8, 0.8]
     assert rates(schedule="exponential", lr_decay=0.5) == [0.8, 0.4, 0.2]

@@ -69,7 +69,7 @@ def test_without_torchscript_the_operations_are_replayed_one_by_one(
 
 
 def test_a_replay_takes_no_other_kernels_however_often_it_is_called() -> None:
-    """TorchScript's optimiser starts after a few calls, and would split a product with a bias in two."""
+    """TorchScript's optimizer starts after a few calls, and would split a product with a bias in two."""
     generator = torch.Generator().manual_seed(0)
     bias, x, w = (torch.randn(shape, generator=generator) for shape in ((128,), (32, 784), (784, 128)))
     settings = torch._C._get_graph_executor_optimize(), torch._C._jit_set_profiling_mode(True)

@@ -76,7 +76,7 @@ def measure(
 
 
 def checked(result: dict[str, Any], workload: Workload) -> dict[str, Any]:
-    """Note whether a side did the work that it was asked to do: every optimiser step, and training that trains."""
+    """Note whether a side did the work that it was asked to do: every optimizer step, and training that trains."""
     wanted = result["rounds"] * workload.per_round * workload.steps
     return result | {
         "steps_a_client": result["steps"] / result["rounds"] / workload.per_round,

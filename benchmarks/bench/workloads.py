@@ -20,17 +20,17 @@ def toy(workload: Workload) -> Workload:
 
 
 def write_data(workload: Workload, folder: Path) -> Path:
-    """Samples around a centre for each class, with some labels wrong so that the loss stays away from zero."""
+    """Samples around a center for each class, with some labels wrong so that the loss stays away from zero."""
     rng = np.random.default_rng(0)
     count = workload.clients * workload.samples
-    centres = rng.standard_normal((workload.classes, *workload.shape), dtype=np.float32)
+    centers = rng.standard_normal((workload.classes, *workload.shape), dtype=np.float32)
     y = rng.integers(0, workload.classes, count)
     folder.mkdir(parents=True, exist_ok=True)
     x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (count, *workload.shape))
     for start in range(0, count, 10_000):
         part = y[start : start + 10_000]
         x[start : start + 10_000] = rng.standard_normal((len(part), *workload.shape), dtype=np.float32)
-        x[start : start + 10_000] += 0.1 * centres[part]
+        x[start : start + 10_000] += 0.1 * centers[part]
     x.flush()
     wrong = rng.random(count) < 0.1
     y[wrong] = rng.integers(0, workload.classes, int(wrong.sum()))

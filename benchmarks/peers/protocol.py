@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of one client in a round: one epoch."""
+        """Optimizer steps of one client in a round: one epoch."""
         return math.ceil(self.samples / self.batch)
 
     @property
@@ -111,7 +111,7 @@ class Turns:
         self._wait()
 
     def finished(self, steps: int) -> None:
-        """A round is done, with so many optimiser steps in all; wait until the next is wanted."""
+        """A round is done, with so many optimizer steps in all; wait until the next is wanted."""
         self._seconds.append(time.perf_counter() - self._began)
         self._steps += steps
         if len(self._seconds) < self._wanted:
@@ -122,11 +122,11 @@ class Turns:
         self._say({"seconds": self._seconds, "steps": self._steps, "loss": loss, "peak_mb": peak})
         self._wait()
 
-    def run(self, round: Callable[[], int]) -> NoReturn:
-        """Run rounds, which return how many optimiser steps they did, until the harness has enough."""
+    def run(self, one_round: Callable[[], int]) -> NoReturn:
+        """Run rounds, which return how many optimizer steps they did, until the harness has enough."""
         self.start()
         while True:
-            self.finished(round())
+            self.finished(one_round())
 
     def _wait(self) -> None:
         self._wanted = self._hear()["rounds"]

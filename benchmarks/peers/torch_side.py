@@ -1,4 +1,4 @@
-"""What the sides written in PyTorch share: the network, the data as tensors, and an honest count of optimiser steps."""
+"""What the sides written in PyTorch share: the network, the data as tensors, and an honest count of optimizer steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def parameters(module: nn.Module) -> int:
 
 
 class Steps:
-    """Counts the steps of every Adam optimiser in this process, whoever takes them."""
+    """Counts the steps of every Adam optimizer in this process, whoever takes them."""
 
     def __init__(self) -> None:
         self.count = 0

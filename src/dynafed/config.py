@@ -214,9 +214,9 @@ class Config:
         """Clients sampled in a round."""
         return self.clients_per_round or max(1, round(self.participation * self.clients))
 
-    def lr_at(self, round: int) -> float:
-        """The local learning rate in `round` (the first is 1)."""
-        done = round - 1
+    def lr_at(self, round_num: int) -> float:
+        """The local learning rate in a round (the first is 1)."""
+        done = round_num - 1
         match self.schedule:
             case "exponential":
                 return self.lr * self.lr_decay**done

@@ -32,7 +32,7 @@ class Seeds:
 
     @contextmanager
     def torch_seeded(self, purpose: str, *where: int | str) -> Iterator[None]:
-        """Run code that can only draw from torch's global generator (layer initialisation, nn.Dropout) under a key.
+        """Run code that can only draw from torch's global generator (layer initialization, nn.Dropout) under a key.
 
         The global generator is put back afterwards, so nobody outside notices.
         """

@@ -35,7 +35,7 @@ COMPOSITIONS = [
 ]
 
 OTHERWISE = ["scaffold@adam", "feddyn+fedadam@adam"]
-"""With another optimiser than SGD on the clients."""
+"""With another optimizer than SGD on the clients."""
 
 CASES = [*METHOD_NAMES, *COMPOSITIONS, *OTHERWISE]
 

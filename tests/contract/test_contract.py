@@ -86,11 +86,11 @@ class Tampering(ProcessBackend):
     """In one round, spoils what one client sends, or doesn't let it send at all."""
 
     def __init__(
-        self, federation: Federation, client: int, round: int, spoil: Callable[[Update], Update] | None
+        self, federation: Federation, client: int, round_num: int, spoil: Callable[[Update], Update] | None
     ) -> None:
         super().__init__(federation)
         self.client = client
-        self.round = round
+        self.round = round_num
         self.spoil = spoil
 
     def train(
@@ -116,9 +116,9 @@ def bare(update: Update) -> Update:
     return dataclasses.replace(update, extras={})
 
 
-@pytest.mark.parametrize("round", [1, 2])
+@pytest.mark.parametrize("round_num", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round: int) -> None:
+def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round_num: int) -> None:
     """Nor does it take away what the client remembered before."""
     federation = Federation.create(config(case, participation=1.0), **PARTS)
     spoilers: list[Callable[[Update], Update] | None] = [None, nan_model, odd_extras]
@@ -126,7 +126,7 @@ def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round: int
         spoilers.append(bare)
     left = []
     for number, spoil in enumerate(spoilers):
-        tampering = Tampering(federation, 2, round, spoil)
+        tampering = Tampering(federation, 2, round_num, spoil)
         state = RunState.initial(federation, tampering, tmp_path / str(number))
         rejected = []
         with tampering as workers:
@@ -134,9 +134,9 @@ def test_a_rejected_update_leaves_no_trace(tmp_path: Path, case: str, round: int
                 before = state.clients.load(2)
                 state, record = one_round(federation, state, workers, ServerRuntime())
                 rejected += [(each, entry["client"]) for entry in record["rejected"]]
-                if each == round:
+                if each == round_num:
                     assert tree.digest(state.clients.load(2)) == tree.digest(before)
-        assert rejected == ([(round, 2)] if spoil else [])
+        assert rejected == ([(round_num, 2)] if spoil else [])
         left.append(everything(state))
     assert all(one == left[0] for one in left)
 

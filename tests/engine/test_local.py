@@ -22,8 +22,8 @@ def federation_for(**changes: Any) -> Federation:
     return Federation.create(tiny(**changes), train=TRAIN, test=TEST)
 
 
-def broadcast(federation: Federation, round: int = 1) -> Broadcast:
-    return Broadcast(round, federation.problem.initial_model())
+def broadcast(federation: Federation, round_num: int = 1) -> Broadcast:
+    return Broadcast(round_num, federation.problem.initial_model())
 
 
 def test_batches_cover_every_sample_each_epoch() -> None:
@@ -52,7 +52,7 @@ def test_one_sgd_step_is_the_gradient_times_the_rate() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
 def test_the_loop_is_a_plain_torch_loop(optimizer: str) -> None:
     federation = federation_for(optimizer=optimizer, local_epochs=2, weight_decay=0.01)
-    sent = broadcast(federation, round=4)
+    sent = broadcast(federation, round_num=4)
     update, _ = local_update(federation.client_side, federation.client(2), sent)
     module = federation.problem.model
     module.load_state_dict(sent.model)

@@ -82,7 +82,7 @@ def parabola(
     extras: Tree | None = None,
     memory: Tree | None = None,
 ) -> tuple[Tree, ClientOutput]:
-    """Minimise (w - target)^2 / 2 with the method's correction, by plain gradient steps."""
+    """Minimize (w - target)^2 / 2 with the method's correction, by plain gradient steps."""
     local = ClientContext(
         client=0,
         forward=lambda params, x: x,

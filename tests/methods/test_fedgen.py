@@ -27,7 +27,7 @@ def state_of(federation: Federation) -> Tree:
     return federation.methods.clients[0].init_server(federation.problem, federation.problem.initial_model())
 
 
-def one_server_round(federation: Federation, state: Tree, round: int = 1) -> tuple[Tree, ServerContext, Any]:
+def one_server_round(federation: Federation, state: Tree, round_num: int = 1) -> tuple[Tree, ServerContext, Any]:
     method = federation.methods.clients[0]
     updates = [
         local_update(federation.client_side, federation.client(client), sent(federation, method.broadcast(state)))[0]
@@ -35,7 +35,13 @@ def one_server_round(federation: Federation, state: Tree, round: int = 1) -> tup
     ]
     model = federation.problem.initial_model()
     server = ServerContext(
-        federation.problem, round, model, federation.server_side.data, average=model, participants=8, updates=updates
+        federation.problem,
+        round_num,
+        model,
+        federation.server_side.data,
+        average=model,
+        participants=8,
+        updates=updates,
     )
     refined = method.server_step(model, state, server)
     assert refined.model is model
@@ -45,8 +51,8 @@ def one_server_round(federation: Federation, state: Tree, round: int = 1) -> tup
 def test_the_generator_s_loss_falls_and_its_samples_are_classified_as_their_labels() -> None:
     federation = federation_for("fedgen", fedgen__steps=60, local_steps=60, lr=0.1, alpha=100.0, **SETTINGS)
     state, losses = state_of(federation), []
-    for round in range(1, 6):
-        state, server, refined = one_server_round(federation, state, round)
+    for round_num in range(1, 6):
+        state, server, refined = one_server_round(federation, state, round_num)
         losses.append(refined.metrics["generator_loss"])
     assert losses[-1] < 0.5 * losses[0]
     labels = torch.arange(4).repeat(50)

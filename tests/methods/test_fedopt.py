@@ -1,4 +1,4 @@
-"""Server optimisers against arithmetic done by hand."""
+"""Server optimizers against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_buffers_pass_through(name: str) -> None:
     assert method.server_step(model, state, seen_by_server(0, 2.0, 1, 1)).model["steps"] == 7
 
 
-def test_two_server_optimisers_are_refused() -> None:
+def test_two_server_optimizers_are_refused() -> None:
     with pytest.raises(UserError, match="fedavgm and fedadam are both server optimizers"):
         tiny(method="fedavgm+fedadam")
 

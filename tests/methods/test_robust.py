@@ -58,7 +58,7 @@ def test_averages(method: str, values: list[float], settings: dict[str, Any], ex
 
 
 def test_krum_s_scores_by_hand() -> None:
-    """Five points of which one is assumed wrong: the two nearest neighbours count."""
+    """Five points of which one is assumed wrong: the two nearest neighbors count."""
     points = [torch.tensor([value]) for value in VALUES]
     # 1: 1 + 9; 2: 1 + 4; 4: 1 + 4; 5: 1 + 9; 100: 95^2 + 96^2. Equal scores: the first one wins.
     assert krum_scores(points, 1) == [10.0, 5.0, 5.0, 10.0, 95.0**2 + 96.0**2]

@@ -67,7 +67,7 @@ def main() -> None:
     def loss() -> float:
         return float(model.train_loss(seen, model.apply_for_eval(state.params, seen)).mean())
 
-    def round() -> int:
+    def one_round() -> int:
         nonlocal state
         chosen = rng.choice(workload.clients, workload.per_round, replace=False)
         keys = jax.random.split(jax.random.PRNGKey(int(rng.integers(2**31))), workload.per_round)
@@ -79,7 +79,7 @@ def main() -> None:
     turns.ready(
         sum(leaf.size for leaf in jax.tree_util.tree_leaves(state.params)), "fedjax", "jax", "jaxlib", "dm-haiku"
     )
-    turns.run(round)
+    turns.run(one_round)
 
 
 class Counted:

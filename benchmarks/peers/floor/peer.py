@@ -1,4 +1,4 @@
-"""What can hardly be avoided: torch's matrix products or convolutions and the optimiser's memory traffic, nothing else.
+"""What can hardly be avoided: torch's matrix products or convolutions and the optimizer's memory traffic, nothing else.
 
 No loss, no activations, no gathering of batches, no averaging; buffers are allocated once. Adam reads parameters,
 gradients and two moments, and writes parameters and moments: four reads and three writes a step.
@@ -114,14 +114,14 @@ def main() -> None:
     turns.closing = close
     work = clients_work(workload)
 
-    def round() -> int:
+    def one_round() -> int:
         share = workload.per_round // (1 + len(others))
         for pipe, _ in others:
             pipe.send(share)
         return work(workload.per_round - share * len(others)) + sum(pipe.recv() for pipe, _ in others)
 
     turns.ready(parameters(network(workload)), "torch")
-    turns.run(round)
+    turns.run(one_round)
 
 
 if __name__ == "__main__":

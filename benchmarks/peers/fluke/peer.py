@@ -1,4 +1,4 @@
-"""fluke's FedAvg, with its own FastDataLoader; clients forget their optimiser between rounds, as on the other sides."""
+"""fluke's FedAvg, with its own FastDataLoader; clients forget their optimizer between rounds, as on the other sides."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Replay:
 
 def replay(workload: Workload) -> Replay:
     """Train one client both ways: the engine on its own kernels, as in the long run that is measured, and torch's loop
-    in float64. A step more or less would show, and so would other data or another optimiser.
+    in float64. A step more or less would show, and so would other data or another optimizer.
     """
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(workload.samples, *workload.shape, generator=rng)
@@ -88,7 +88,7 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def proven_steps(workload: Workload) -> tuple[int, int]:
-    """How many optimiser steps a client of the engine does, and the number of parameters."""
+    """How many optimizer steps a client of the engine does, and the number of parameters."""
     proven = replace(workload, width=min(workload.width, PROVEN)) if workload.model == "convnet" else workload
     with single_thread():  # as the engine's workers; two would round otherwise
         seen = replay(proven)

@@ -30,10 +30,10 @@ def client_data(partition: int, partitions: int, most: int = 200) -> tuple[Tenso
     dataset = images()
     rows = torch.argsort(dataset.train_y, stable=True).tensor_split(partitions)[partition]
     rows = rows[:: -(-len(rows) // most)]
-    return dataset.normalise(dataset.train_x[rows]), dataset.train_y[rows]
+    return dataset.normalize(dataset.train_x[rows]), dataset.train_y[rows]
 
 
 def test_data() -> tuple[Tensor, Tensor]:
     """The images that accuracy is measured on."""
     dataset = images()
-    return dataset.normalise(dataset.test_x), dataset.test_y
+    return dataset.normalize(dataset.test_x), dataset.test_y

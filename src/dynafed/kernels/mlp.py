@@ -14,7 +14,7 @@ from dynafed.optim import BETAS, EPS, Optimizer
 
 
 class MLPTraining:
-    """Minimises the mean cross-entropy of a fully connected ReLU network.
+    """Minimizes the mean cross-entropy of a fully connected ReLU network.
 
     `params` are weight, bias, weight, bias, ..., the weights column-major; they are those of the optimizer.
     """

@@ -27,7 +27,7 @@ class KrumSettings:
 
 
 class Krum(Robust):
-    """The model that is nearest to its nearest neighbours.
+    """The model that is nearest to its nearest neighbors.
 
     With n models of which f are assumed wrong, a model's score is the sum of its squared distances to the n - f - 2
     others nearest to it. Krum needs n > 2f + 2; with fewer models, f is what n allows.

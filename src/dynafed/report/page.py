@@ -53,7 +53,7 @@ class Page:
         if level == "h2":
             self.anchors[name] = title
         link = f'<a class="anchor" href="#{name}" aria-label="link to {escape(title)}">#</a>'
-        return f'<section aria-labelledby="{name}"><{level} id="{name}">{escape(title)}{link}</{level}>'
+        return f'<section aria-labeledby="{name}"><{level} id="{name}">{escape(title)}{link}</{level}>'
 
     def anchor(self, title: str) -> str:
         """A name for `title` that nothing else on the page has."""

@@ -167,3 +167,10 @@ def fedavg_on_iid(tmp_path_factory: pytest.TempPathFactory) -> float:
 def test_on_iid_data_it_is_no_worse_than_fedavg(tmp_path: Path, fedavg_on_iid: float, method: str) -> None:
     assert fedavg_on_iid > 0.9
     assert iid(method, tmp_path / "r") > fedavg_on_iid - 0.03
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_identity_transform_changes_nothing(tmp_path: Path, whole: Whole, case: str) -> None:
+    transformed = run(case, tmp_path / "r", update_transforms=["identity"])
+    assert everything(transformed.state) == everything(whole(case).state)
+    assert timeless(transformed.history) == timeless(whole(case).history)

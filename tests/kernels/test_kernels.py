@@ -411,3 +411,89 @@ def test_the_mlp_trains_on_our_kernel_as_on_torchs(method: str, tmp_path: Path) 
     assert all(torch.equal(tensor, watched[name]) for name, tensor in one.items())
     plain = method != "fedprox"  # which corrects gradients
     assert plain == any(not torch.equal(tensor, theirs[name]) for name, tensor in one.items())
+
+
+class Ends(nn.Module):
+    """A network of the user's own, with blocks inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(16, 16), nn.ReLU(), nn.AvgPool2d(2), nn.Dropout(0.0)
+        )
+        self.out = nn.Sequential(nn.Flatten(), nn.Linear(16 * 16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.stem(x))
+        return out
+
+
+@needs_compiler
+def test_a_user_s_own_network_is_accelerated_by_its_structure() -> None:
+    network, x = Ends(), torch.randn(5, 3, 8, 8)
+    assert kernels.coverage(network) == kernels.Coverage(16, False)
+    fast = accelerated(network)
+    assert type(network.stem) is nn.Sequential
+    assert isinstance(fast.get_submodule("stem"), blocks.ConvBlocks)
+    assert list(fast.state_dict()) == list(network.state_dict())
+    torch.testing.assert_close(fast(x), network(x))
+    alone = nn.Sequential(*network.stem)
+    torch.testing.assert_close(accelerated(alone)(x), alone(x))
+
+
+def test_what_looks_alike_but_is_not_is_left_to_torch() -> None:
+    conv, norm = nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(16, 16)
+    for layers in (
+        (nn.Conv2d(1, 16, 3, padding=1, stride=2), norm, nn.ReLU(), nn.AvgPool2d(2)),
+        (nn.Conv2d(1, 16, 5, padding=1), norm, nn.ReLU(), nn.AvgPool2d(2)),
+        (nn.Conv2d(1, 16, 3, padding=1, bias=False), norm, nn.ReLU(), nn.AvgPool2d(2)),
+        (nn.Conv2d(1, 16, 3, padding=1, padding_mode="reflect"), norm, nn.ReLU(), nn.AvgPool2d(2)),
+        (conv, nn.GroupNorm(4, 16), nn.ReLU(), nn.AvgPool2d(2)),
+        (conv, nn.GroupNorm(16, 16, affine=False), nn.ReLU(), nn.AvgPool2d(2)),
+        (conv, norm, nn.GELU(), nn.AvgPool2d(2)),
+        (conv, norm, nn.ReLU(), nn.MaxPool2d(2)),
+        (conv, norm, nn.ReLU(), nn.AvgPool2d(3)),
+    ):
+        assert kernels.coverage(nn.Sequential(*layers)).channels == 0
+    hooked = nn.Sequential(conv, norm, nn.ReLU(), nn.AvgPool2d(2))
+    hooked[0].register_forward_hook(lambda *_: None)
+    assert kernels.coverage(hooked).channels == 0
+
+
+def test_an_mlp_is_known_by_its_structure() -> None:
+    def is_mlp(*layers: nn.Module) -> bool:
+        return kernels.coverage(nn.Sequential(*layers)).mlp
+
+    first, last = nn.Linear(8, 16), nn.Linear(16, 3)
+    assert is_mlp(nn.Flatten(), first, nn.ReLU(), last)
+    assert is_mlp(nn.Sequential(first, nn.ReLU()), last)
+    assert is_mlp(first, nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    assert not is_mlp(nn.Linear(8, 3))
+    assert not is_mlp(first, nn.Tanh(), last)
+    assert not is_mlp(first, last)
+    assert not is_mlp(first, nn.ReLU(), last, nn.ReLU())
+    assert not is_mlp(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    assert not is_mlp(nn.Linear(8, 16, bias=False), nn.ReLU(), last)
+    assert not is_mlp(nn.Linear(8, 16).double(), nn.ReLU(), last.double())
+    assert not is_mlp(shared := nn.Linear(16, 16), nn.ReLU(), shared)
+
+
+@needs_compiler
+def test_the_environment_overrides_the_choice_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, test = images(60, 1, 8, 8)
+    config = tiny().replace(**{"mlp.width": 16, "rounds": 1})
+
+    def chosen() -> str:
+        return Federation.create(config, train=train, test=test).config.kernels
+
+    assert chosen() == "torch"
+    monkeypatch.setenv("DYNAFED_KERNELS", "own")
+    assert chosen() == "own"
+    monkeypatch.setenv("DYNAFED_KERNELS", "fast")
+    with pytest.raises(dynafed.UserError, match="DYNAFED_KERNELS = 'fast' is not one of"):
+        chosen()
+    monkeypatch.setenv("DYNAFED_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    assert build.library() is not None
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".so"]
+    build.library.cache_clear()

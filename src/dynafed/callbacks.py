@@ -166,49 +166,19 @@ CALLBACKS: Registry[Callable[..., Callback]] = Registry("callback", {"early-stop
 """Callbacks that a config can name."""
 
 
-class CallbackList(Callback):
-    """Tells several callbacks in turn."""
+class CallbackList:
+    """Several callbacks, told in turn."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.callbacks = list(callbacks)
 
-    def on_run_begin(self, run: RunContext) -> None:
-        """Tell all."""
+    def tell(self, event: str, run: RunContext, *details: Any) -> None:
+        """Call the function `event` of each callback."""
         for callback in self.callbacks:
-            callback.on_run_begin(run)
+            getattr(callback, event)(run, *details)
 
-    def on_round_begin(self, run: RunContext, round_num: int) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_round_begin(run, round_num)
-
-    def on_client_result(self, run: RunContext, update: Update) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_client_result(run, update)
-
-    def on_progress(self, run: RunContext, stage: str, done: int, total: int) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_progress(run, stage, done, total)
-
-    def on_round_end(self, run: RunContext, record: Record) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_round_end(run, record)
-
-    def on_checkpoint(self, run: RunContext, path: Path) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_checkpoint(run, path)
-
-    def on_run_end(self, run: RunContext, result: Result) -> None:
-        """Tell all."""
-        for callback in self.callbacks:
-            callback.on_run_end(run, result)
-
-    def on_failure(self, run: RunContext, error: BaseException) -> None:
-        """Tell all, also if one of them raises."""
+    def tell_failure(self, run: RunContext, error: BaseException) -> None:
+        """Call `on_failure` of each callback, also if one of them raises."""
         for callback in self.callbacks:
             try:
                 callback.on_failure(run, error)

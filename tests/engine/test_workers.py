@@ -22,7 +22,7 @@ from dynafed.errors import WorkerDied
 from dynafed.tree import Tree
 
 
-def crew(count: int) -> ProcessBackend:
+def backend(count: int) -> ProcessBackend:
     return ProcessBackend(Federation.create(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
 
 
@@ -45,7 +45,7 @@ def deadly(common: Tree, number: int) -> tuple[bytes, None]:
 
 @pytest.mark.parametrize("tasks", [0, 1, 2, 25])
 def test_results_come_in_the_tasks_order(tasks: int) -> None:
-    with crew(3) as workers:
+    with backend(3) as workers:
         for _ in range(2):
             results = workers._in_order(slow_first, {}, ((number,) for number in range(tasks)))
             assert [value for value, _ in results] == list(range(tasks))
@@ -60,7 +60,7 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             asked += 1
             yield (number,)
 
-    with crew(2) as workers:
+    with backend(2) as workers:
         for taken, _ in enumerate(workers._in_order(slow_first, {}, tasks()), start=1):
             assert asked <= taken + 6
 
@@ -72,7 +72,7 @@ def doubled(common: Tree, sent: bytes) -> tuple[bytes, None]:
 def test_large_messages_in_both_directions_never_wait_for_each_other() -> None:
     megabytes = bytes(3 * 2**20)
     common = {"zeros": torch.zeros(len(megabytes), dtype=torch.uint8)}
-    with crew(2) as workers:
+    with backend(2) as workers:
         results = workers._in_order(doubled, common, [(megabytes,)] * 9)
         assert all(value == 2 * megabytes for value, _ in results)
 
@@ -83,7 +83,7 @@ def filled(common: Tree, number: int) -> tuple[int, Tree]:
 
 
 def test_models_come_back_whole_though_their_places_are_used_again() -> None:
-    with crew(2) as workers:
+    with backend(2) as workers:
         layout = workers.federation.problem.initial_model()
         held = list(workers._in_order(filled, layout, ((number,) for number in range(20))))
     for number, (value, model) in enumerate(held):
@@ -99,12 +99,13 @@ def test_workers_with_several_threads(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_worker_is_the_caller_s() -> None:
-    with pytest.raises(ValueError, match="three"), crew(2) as workers:
+    with pytest.raises(ValueError, match="three") as caught, backend(2) as workers:
         list(workers._in_order(broken, {}, ((number,) for number in range(9))))
+    assert "in broken" in caught.value.__notes__[0]  # the traceback of the worker
 
 
 def test_a_worker_s_death_is_noticed_even_while_it_sends() -> None:
-    with pytest.raises(WorkerDied, match="exit code -9"), crew(2) as workers:
+    with pytest.raises(WorkerDied, match="exit code -9"), backend(2) as workers:
         list(workers._in_order(deadly, {}, ((number,) for number in range(9))))
 
 

@@ -157,31 +157,31 @@ def _run_rounds(
         runtime = ServerRuntime(
             folder=path,
             check_stop=stop.check,
-            progress=partial(callbacks.on_progress, run),
+            progress=partial(callbacks.tell, "on_progress", run),
             threads=federation.execution.server_threads,
             measure=evidence_for(federation),
         )
         try:
-            callbacks.on_run_begin(run)
+            callbacks.tell("on_run_begin", run)
             while state.round < config.rounds and not run.stopped:
-                callbacks.on_round_begin(run, state.round + 1)
-                on_result = partial(callbacks.on_client_result, run)
+                callbacks.tell("on_round_begin", run, state.round + 1)
+                on_result = partial(callbacks.tell, "on_client_result", run)
                 state, record = one_round(federation, state, backend, runtime, on_result)
                 run.round, run.model = state.round, state.model
                 history.append(json.loads(json.dumps(record)))
-                callbacks.on_round_end(run, history[-1])
+                callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
-                    callbacks.on_checkpoint(run, checkpoint.save(path, federation, state))
+                    callbacks.tell("on_checkpoint", run, checkpoint.save(path, federation, state))
         except Exception as error:
             checkpoint.save(path, federation, state)
             failure = _explained(error, path)
-            callbacks.on_failure(run, failure)
+            callbacks.tell_failure(run, failure)
             raise failure from (None if failure is not error else error.__cause__)
     summary = summarize(federation, history, spent + time.perf_counter() - began, run.stopped)
     write_json(path / "summary.json", summary)
     write_report([path])
     result = Result(path, federation, state, history, summary)
-    callbacks.on_run_end(run, result)
+    callbacks.tell("on_run_end", run, result)
     return result
 
 

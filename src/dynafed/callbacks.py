@@ -42,7 +42,7 @@ class RunContext:
     round: int = 0
     """The last round that is done."""
     model: Tree = field(default_factory=dict)
-    """The global model after that round, by parameter name; not to be changed."""
+    """The global model after that round, as it is served, by parameter name; not to be changed."""
     history: list[Record] = field(default_factory=list)
     """The records of all rounds so far, those before a resume among them."""
     stopped: str = ""

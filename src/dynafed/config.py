@@ -198,13 +198,25 @@ class Config:
         return {
             **models.section_types([self.model]),
             **methods.section_types(methods.load(self.method)),
-            **{part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None},
+            **_section_types(parts),
         }
+
+    def is_execution(self, key: str) -> bool:
+        """Whether a key decides only how a run is executed: one that is marked so, or a callback's."""
+        from dynafed.callbacks import CALLBACKS
+
+        section, dot, _ = key.partition(".")
+        return key in EXECUTION_KEYS or (
+            bool(dot) and section in _section_types([CALLBACKS.load(name) for name in self.callbacks])
+        )
 
     def deciding(self) -> dict[str, Any]:
         """What decides the result: not how it is executed, nor settings of parts that aren't used."""
         unused = self.sections.keys() - self.used_sections().keys()
-        kept = {key: value for key, value in self.to_dict().items() if key not in EXECUTION_KEYS | unused}
+        values = {key: value for key, value in self.to_dict().items() if key not in unused}
+        kept = {
+            key: value for key, value in values.items() if not self.is_execution(key if key in _KEYS else f"{key}.")
+        }
         if not self.update_transforms:  # folders of older runs don't know the key
             del kept["update_transforms"]
         return kept
@@ -235,13 +247,27 @@ class Config:
 EXECUTION_KEYS = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("execution"))
 """Keys that decide how a run is executed, not what it computes."""
 
+_KEYS = frozenset(field.name for field in dataclasses.fields(Config))
+
+
+def _section_types(parts: list[Any]) -> dict[str, type[Any]]:
+    """The settings of callbacks or transforms, by section."""
+    return {part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None}
+
 
 def _installed_sections() -> dict[str, type[Any]]:
-    """The sections of all methods and models that are known by name."""
+    """The sections of all parts that are known by name."""
     from dynafed import methods, models
+    from dynafed.callbacks import CALLBACKS
+    from dynafed.transforms import TRANSFORMS
 
     kinds = [methods.METHODS.load(name) for name in methods.METHODS.names()]
-    return {**models.section_types(models.MODELS.names()), **methods.section_types(kinds)}
+    parts = [registry.load(name) for registry in (CALLBACKS, TRANSFORMS) for name in registry.names()]
+    return {
+        **models.section_types(models.MODELS.names()),
+        **methods.section_types(kinds),
+        **_section_types(parts),
+    }
 
 
 def kernel_choice(config: Config) -> str:

@@ -11,12 +11,13 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynafed import kernels, optim
 from dynafed.tracing import CALLS_BEFORE_FIRST
@@ -100,6 +101,15 @@ def resolve(
         chunk=(synthesis.chunk or chunk_size(network, synthesis.samples)) if synthesis else 0,
     )
     return plan, network if accelerated is None else accelerated
+
+
+TrainEpoch = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
+"""Takes samples, labels, the order in which they are seen and the size of a batch; returns each step's loss."""
+
+
+def fused_epoch(params: Sequence[Tensor], optimizer: optim.Optimizer) -> TrainEpoch:
+    """What trains these parameters in place, an epoch in one call; only where the plan says `fused_epochs`."""
+    return kernels.MLPTraining(params, optimizer)
 
 
 def accelerate_synthesis(network: nn.Module, gradients: int) -> nn.Module:

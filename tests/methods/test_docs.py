@@ -49,5 +49,5 @@ def test_the_worked_example_is_found_listed_and_keeps_the_contract(tmp_path: Pat
 
     tests = (str(tmp_path / "test_fedexp.py"), "tests/contract")
     printed = python("-m", "pytest", *tests, "-k", "fedexp and not iid", "-p", "no:cacheprovider", "-n", "0", "-v")
-    assert "8 passed" in printed  # its own two, and six of the contract
+    assert "9 passed" in printed  # its own two, and seven of the contract
     assert "Jhunjhunwala" in python("-m", "dynafed", "methods", "--json")

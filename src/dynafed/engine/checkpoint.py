@@ -34,6 +34,13 @@ class RunState:
     server: dict[str, Tree]
     """Each method's server state, by the method's name."""
     clients: ClientStore
+    served: Tree | None = None
+    """What is evaluated and served in the model's place, such as a running mean; None if it is the model itself."""
+
+    @property
+    def final_model(self) -> Tree:
+        """The model to use: what is served."""
+        return self.model if self.served is None else self.served
 
     @classmethod
     def initial(cls, federation: Federation, backend: Backend, path: Path) -> RunState:
@@ -54,7 +61,10 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
         "fingerprint": federation.fingerprint,
         "clients": state.clients.write_listing(),
     }
-    tensors = tree.pack(tree.nest({"model": state.model, "server": tree.nest(state.server)}))
+    parts = {"model": state.model, "server": tree.nest(state.server)}
+    if state.served is not None:
+        parts["served"] = state.served
+    tensors = tree.pack(tree.nest(parts))
     aside = final.with_name(f".{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     write_bytes(aside / "state.safetensors", tensors)
@@ -91,7 +101,7 @@ def load(path: Path, federation: Federation, backend: Backend) -> RunState:
         parts = tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
         states = tree.unnest(parts.get("server", {}))
         server = {step.name: states.get(step.name, {}) for step in federation.methods.steps}
-        return RunState(body["round"], parts["model"], server, clients)
+        return RunState(body["round"], parts["model"], server, clients, parts.get("served"))
     return RunState.initial(federation, backend, path)
 
 

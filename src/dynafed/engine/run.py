@@ -18,7 +18,7 @@ from torch import nn
 
 from dynafed import tree
 from dynafed.callbacks import Callback, CallbackList, Record, RunContext, make_callbacks
-from dynafed.config import EXECUTION_KEYS, Config
+from dynafed.config import Config
 from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS, Backend, BackendFactory
 from dynafed.engine.checkpoint import RunState
@@ -60,7 +60,7 @@ class Result:
     def model(self) -> nn.Module:
         """The trained global model, in evaluation mode."""
         module = self.federation.problem.model
-        module.load_state_dict(self.state.model, strict=False)
+        module.load_state_dict(self.state.final_model, strict=False)
         return module.eval()
 
 
@@ -118,7 +118,7 @@ def resume(
     before = Config.load(path / "config.toml")
     config = before.replace(**(changes or {}))
     for key in changes or {}:
-        if key not in EXECUTION_KEYS | {"rounds"}:
+        if key != "rounds" and not config.is_execution(key):
             raise UserError(f"'{key}' decides the run's result and can't change when it is resumed: start a new run")
     if config.rounds < before.rounds:
         raise UserError(f"rounds = {config.rounds} is less than the run's own {before.rounds}")
@@ -152,7 +152,7 @@ def _run_rounds(
     config = federation.config
     began = time.perf_counter()
     spent = sum(record["seconds"] for record in history)
-    run = RunContext(path, config, state.round, state.model, history)
+    run = RunContext(path, config, state.round, state.final_model, history)
     with backend, StopSignal() as stop:
         runtime = ServerRuntime(
             folder=path,
@@ -167,7 +167,7 @@ def _run_rounds(
                 callbacks.tell("on_round_begin", run, state.round + 1)
                 on_result = partial(callbacks.tell, "on_client_result", run)
                 state, record = one_round(federation, state, backend, runtime, on_result)
-                run.round, run.model = state.round, state.model
+                run.round, run.model = state.round, state.final_model
                 history.append(json.loads(json.dumps(record)))
                 callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
@@ -237,7 +237,9 @@ def one_round(
     }
     if round_num % config.eval_every == 0 or round_num == config.rounds:
         evaluated = time.perf_counter()
-        record["accuracy"], record["loss"] = backend.evaluate(outcome.model)
+        record["accuracy"], record["loss"] = backend.evaluate(outcome.served or outcome.model)
+        if outcome.served is not None:
+            record["accuracy_raw"], record["loss_raw"] = backend.evaluate(outcome.model)
         if outcome.model is not outcome.average:
             record["accuracy_before_refine"], _ = backend.evaluate(outcome.average)
         if outcome.accepted and config.watch:
@@ -245,7 +247,7 @@ def one_round(
         record["seconds_eval"] = time.perf_counter() - evaluated
     record["seconds"] = time.perf_counter() - began
     state.clients.commit(outcome.accepted)  # last: whatever fails before leaves the old state as it was
-    return RunState(round_num, outcome.model, dict(outcome.server), state.clients), record
+    return RunState(round_num, outcome.model, dict(outcome.server), state.clients, outcome.served), record
 
 
 def _stage_states(

@@ -33,6 +33,8 @@ class RoundOutcome:
     metrics: dict[str, Any] = field(default_factory=dict)
     curves: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """The losses of watched clients during local training."""
+    served: Tree | None = None
+    """What is evaluated and served in the model's place; None if it is the model itself."""
 
 
 def server_broadcast(side: ServerSide, round_num: int, model: Tree, server: Mapping[str, Tree]) -> Broadcast:
@@ -109,12 +111,12 @@ def server_update(
     combined = combiner.result()
     model = combined.model
     metrics: dict[str, Any] = {"train_loss": loss / examples, **combined.metrics}
-    states = {}
+    states, served = {}, None
     for step in side.methods.steps:
         means = extras[step.name].mean() if step.name in extras else {}
         seen = replace(context, average=combined.model, extras=means, participants=len(accepted), updates=kept)
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
-        model = output.model
+        model, served = output.model, output.served
         states[step.name] = output.state
         metrics |= output.metrics
-    return RoundOutcome(combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves)
+    return RoundOutcome(combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served)

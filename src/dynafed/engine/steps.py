@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynafed import optim, tree
 from dynafed.engine.federation import ClientSide
-from dynafed.kernels.mlp import MLPTraining
+from dynafed.execution import TrainEpoch, fused_epoch
 from dynafed.methods import ClientContext, Method
 from dynafed.optim import Optimizer, inference
 from dynafed.tracing import Function
@@ -20,9 +20,6 @@ from dynafed.tree import Tree
 
 TREES = ("global_params", "global_buffers", "extras", "state", "prepared", "sampled")
 """The parts of a `ClientContext` that are trees."""
-
-TrainEpoch = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
-"""Takes samples, labels, the order in which they are seen and the size of a batch; returns each step's loss."""
 
 
 class LocalSteps:
@@ -34,7 +31,7 @@ class LocalSteps:
     ) -> TrainEpoch:
         """What trains a client's `params` in place: our kernel, where that does the same, or the methods' gradient."""
         if side.execution.fused_epochs:
-            return MLPTraining([params[name] for name in side.problem.trainable], optimizer)
+            return fused_epoch([params[name] for name in side.problem.trainable], optimizer)
         return cls(side, params, contexts, optimizer).epoch
 
     def __init__(

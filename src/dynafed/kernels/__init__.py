@@ -14,8 +14,9 @@ from torch import nn
 from dynafed.kernels import structure
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
+from dynafed.kernels.mlp import MLPTraining
 
-__all__ = ["Coverage", "accelerate", "coverage"]
+__all__ = ["Coverage", "MLPTraining", "accelerate", "coverage"]
 
 
 @dataclass(frozen=True)

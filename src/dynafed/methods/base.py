@@ -149,6 +149,8 @@ class ServerOutput:
     model: Tree
     state: Tree
     metrics: Mapping[str, float] = field(default_factory=dict)
+    served: Tree | None = None
+    """What is evaluated and served in the model's place, which is still what the clients get next; None: the model."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 
 import dynafed
 from dynafed.cli import _parser
+from dynafed.methods import METHODS
 from dynafed.settings import describe
 from dynafed.synthesis import DynaFedSettings
 
@@ -31,6 +32,11 @@ def test_python_examples_run(number: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_there_are_examples() -> None:
     assert len(BLOCKS) >= 3
+
+
+def test_the_methods_are_counted() -> None:
+    kinds = [METHODS.load(name) for name in METHODS.names()]
+    assert f"{sum(kind.__module__.startswith('dynafed.methods.') for kind in kinds)} methods" in README
 
 
 def test_commands_parse() -> None:
@@ -106,7 +112,8 @@ short, places = (dynafed.run(dynafed.Config.load(f"{kind}.toml"), out=kind) for 
 assert short.history[-1]["accuracy"] == places.history[-1]["accuracy"]
 assert short.history[-1]["share"] == 0.8 and short.model[1].out_features == 8
 assert 2 * short.history[0]["bytes_up"] == short.history[0]["bytes_down"]
-assert (short.path / "log.csv").read_text().count("\\n") == 4
+assert (short.path / "log.csv").read_text().count("\\n") == 21
+assert short.final_accuracy > 0.8
 assert "part-way" in METHODS.names() and "rings" in DATASETS.names()
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

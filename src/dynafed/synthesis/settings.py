@@ -9,6 +9,8 @@ from typing import Any
 from dynafed.optim import OPTIMIZERS
 from dynafed.settings import build, setting
 
+DISTANCES = ("quotient", "l2", "cosine")
+
 
 @dataclass(frozen=True)
 class DynaFedSettings:
@@ -20,8 +22,9 @@ class DynaFedSettings:
     targets: tuple[int, ...] = setting((2,), "how many checkpoints are averaged to a target, drawn if several", low=1)
     target_draw: str = setting(
         "distinct",
-        "the target's checkpoints: distinct or with replacement among the s after the start, or the segment's last",
-        choices=("distinct", "replacement", "last"),
+        "the target's checkpoints: distinct or with replacement among the s after the start, the segment's last, or "
+        "its last ones (tail)",
+        choices=("distinct", "replacement", "last", "tail"),
     )
     samples: int = setting(150, "synthetic samples", low=1)
     iterations: int = setting(1000, "N: steps of the synthesis", low=1)
@@ -30,12 +33,20 @@ class DynaFedSettings:
     inner_lr_rate: float = setting(
         0.01, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
     )
+    inner_rates: str = setting(
+        "single", "a single inner rate, or one for each parameter tensor", choices=("single", "tensor")
+    )
     image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
     image_lr: float = setting(0.05, "its rate", above=0)
     learn_labels: bool = setting(True, "whether the labels are learned, too")
     label_optimizer: str = setting("adam", "of the label logits", choices=OPTIMIZERS)
     label_lr: float = setting(0.05, "its rate", above=0)
-    distance: str = setting("l2", "between where the inner steps lead and the target", choices=("l2", "cosine"))
+    distance: str = setting(
+        "quotient",
+        "from where the inner steps lead to the target: the paper's l2, or quotient, which leaves out changes without "
+        "an effect on predictions",
+        choices=DISTANCES,
+    )
     loss_reduction: str = setting(
         "samples",
         "whether the soft-label loss is a mean over samples, or over classes, too",

@@ -33,16 +33,19 @@ from dynafed.synthesis.synthesize import Segments
 from dynafed.tree import Tree
 
 SEEDS = (0, 1, 2)
+QUOTIENT = {"distance": "quotient", "inner_rates": "single"}
 TENSOR = {"distance": "quotient", "inner_rates": "tensor"}
 AHEAD = {"segment": 10, "targets": [5], "target_draw": "tail"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "l2": {"distance": "l2"},
-    "quotient": {"distance": "quotient"},
+    "quotient": QUOTIENT,
     "quotient, rates per tensor": TENSOR,
     "quotient, rates per tensor, segments of 10, mean of the last 5": TENSOR | AHEAD,
-    "quotient, segments of 10, mean of the last 5": AHEAD | {"distance": "quotient"},
+    "quotient, segments of 10, mean of the last 5": QUOTIENT | AHEAD,
     "l2, rates per tensor": {"distance": "l2", "inner_rates": "tensor"},
     "quotient, rates per tensor, learned at 0.03": TENSOR | {"inner_lr_rate": 0.03},
+    "quotient, rates per tensor, from 0.1": TENSOR | {"inner_lr": 0.1},
+    "quotient, from 0.1": QUOTIENT | {"inner_lr": 0.1},
 }
 MEANS = {"1 to 20": (0, 20), "11 to 20": (10, 20), "16 to 20": (15, 20), "11 to 30": (10, 30), "21 to 40": (20, 40)}
 

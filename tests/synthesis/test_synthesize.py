@@ -214,8 +214,9 @@ def test_the_paper_s_distance_gives_other_samples(case: Any) -> None:
     model, path = case
     quotient, default, l2 = (
         synthesize(model, path, (6,), 4, SMALL | changes)
-        for changes in ({"distance": "quotient"}, {}, {"distance": "l2"})
+        for changes in ({"distance": "quotient", "inner_rates": "tensor"}, {}, {"distance": "l2"})
     )
+    assert l2.inner_rates is None
     assert tree.digest(quotient.tree()) == tree.digest(default.tree()) != tree.digest(l2.tree())
 
 

@@ -34,7 +34,9 @@ class DynaFedSettings:
         0.01, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
     )
     inner_rates: str = setting(
-        "single", "a single inner rate, or one for each parameter tensor", choices=("single", "tensor")
+        "auto",
+        "a single inner rate, or one for each parameter tensor (auto: for each with the quotient distance)",
+        choices=("auto", "single", "tensor"),
     )
     image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
     image_lr: float = setting(0.05, "its rate", above=0)
@@ -63,6 +65,11 @@ class DynaFedSettings:
     )
     synthetic: str = setting("", "a synthetic.safetensors to use instead of a synthesis")
     chunk: int = setting(0, "samples differentiated at a time (0: at most 75 for convolutions, else all)", low=0)
+
+    @property
+    def rates_per_tensor(self) -> bool:
+        """Whether each parameter tensor has an inner rate of its own."""
+        return self.inner_rates == "tensor" or (self.inner_rates == "auto" and self.distance == "quotient")
 
     @classmethod
     def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:

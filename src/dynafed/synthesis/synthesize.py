@@ -215,7 +215,7 @@ class SynthesisState:
         self.learned = {
             "x": torch.from_numpy(noise).to(device),
             "logits": torch.zeros(config.samples, classes, device=device),
-            "log_lr": torch.zeros(tensors if config.inner_rates == "tensor" else (), dtype=torch.float64),
+            "log_lr": torch.zeros(tensors if config.rates_per_tensor else (), dtype=torch.float64),
         }
         optimizers = {"x": (config.image_optimizer, config.image_lr)}
         if config.learn_labels:

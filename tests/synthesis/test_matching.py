@@ -118,6 +118,16 @@ def test_the_quotient_distance_by_hand() -> None:
     assert distance_between("quotient", reached, start, target) == distance_between("l2", reached, start, target)
 
 
+def test_the_quotient_distance_scales_the_gradient_of_a_segment() -> None:
+    model, start, target, x, y = problem("convnet", torch.float64)
+    plain, quotient = (matching_gradient(model, start, target, x, y, 0.3, 5, distance=d) for d in ("l2", "quotient"))
+    way = {name: target[name] - start[name] for name in target}
+    left = 1 - sum(find_invariances(model, (3, 8, 8)).shares(way).values())
+    assert float(plain[0]) == pytest.approx(1 - left + left * float(quotient[0]))
+    for one, other in zip(plain[1:], quotient[1:], strict=True):
+        torch.testing.assert_close(one, left * other)
+
+
 def test_equal_rates_are_a_single_rate_and_their_number_must_fit() -> None:
     model, start, target, x, y = problem("convnet", torch.float64)
     single = matching_gradient(model, start, target, x, y, 0.3, 5)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dynafed.engine.evaluate import accuracy
 
 from dynafed import Config, resume, run, tree
+from dynafed.engine.backend import evaluate
 from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
@@ -81,7 +81,8 @@ def main(preset: str) -> None:
     rows = json.loads(file.read_text()) if file.exists() else {}
     torch.set_num_threads(1)
     federation = Federation.create(config)
-    before = [accuracy(federation, model) for model in path[RECORDED:]]
+    network, seeds = federation.problem.model, federation.problem.seeds
+    before = [evaluate(federation, model)[0] for model in path[RECORDED:]]
     made: dict[str, Any] = {}
     for name, changes in VARIANTS[preset].items():
         if name in rows:
@@ -94,19 +95,17 @@ def main(preset: str) -> None:
         began = time.perf_counter()
         if key not in made:
             synthetic = synthesize(
-                federation.problem.model,
+                network,
                 path[:RECORDED],
                 federation.dataset.shape,
                 federation.dataset.classes,
                 settings,
-                seen=lambda iteration, loss, x, losses=losses: losses.append(loss),
+                on_iteration=lambda iteration, loss, x, losses=losses: losses.append(loss),
             )
             made[key] = synthetic, statistics.fmean(losses[-50:])
         synthetic, loss = made[key]
         after = [
-            accuracy(
-                federation, finetune(federation.problem.model, model, synthetic, settings, federation.problem.seeds, 1)
-            )
+            evaluate(federation, finetune(network, model, synthetic, settings, seeds, 1))[0]
             for model in path[RECORDED:]
         ]
         rows[name] = {

@@ -137,7 +137,7 @@ def synthetic_gradient(problem: Problem) -> Server:
             "inner_lr_rate": 0.0,
             "image_lr": 0.02,
         },
-        seen=lambda iteration, loss, x: losses.append(loss),
+        on_iteration=lambda iteration, loss, x: losses.append(loss),
     )
     print(f"matching loss {np.mean(losses[1:11]):.3f} -> {np.mean(losses[-50:]):.3f}, inner rate {made.inner_lr:.3g}")
     x, y = made.x.double(), made.labels.double()

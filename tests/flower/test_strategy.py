@@ -72,6 +72,8 @@ def test_any_strategy_is_refined(name: str) -> None:
     assert set(result.train_metrics_clientapp[4]) - {"train_loss", "norm_bit"} == {
         "dynafed_inner_lr",
         "dynafed_matching_loss",
+        "dynafed_invariant_share",
+        "dynafed_invariant_share_unused",
     }
     assert set(result.train_metrics_clientapp[5]) == {"train_loss", "norm_bit"}
     assert result.evaluate_metrics_clientapp[8]["accuracy"] == pytest.approx(0.5)

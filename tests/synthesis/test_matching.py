@@ -17,6 +17,7 @@ from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.seeds import Seeds
 from dynafed.synthesis import matching_gradient
 from dynafed.synthesis.augment import _APPLY, OPERATIONS, augment
+from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.matching import Augment, distance_between, soft_cross_entropy
 from dynafed.tree import Tree
 
@@ -41,36 +42,51 @@ def problem(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tree, Tree, Tenso
 
 
 def unrolled(
-    model: nn.Module, start: Tree, target: Tree, x: Tensor, y: Tensor, lr: float, steps: int, kind: str, change: Augment
+    model: nn.Module,
+    start: Tree,
+    target: Tree,
+    x: Tensor,
+    y: Tensor,
+    lr: float | Tensor,
+    steps: int,
+    kind: str,
+    change: Augment,
 ) -> tuple[Tensor, ...]:
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-    rate = torch.tensor(lr, dtype=x.dtype, requires_grad=True)
+    rate = torch.as_tensor(lr, dtype=x.dtype).requires_grad_()
     params = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
     for step in range(steps):
         loss = soft_cross_entropy(functional_call(model, params, (change(x, step),)), y.softmax(1)) / len(x)
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-        params = {name: tensor - rate * grad for (name, tensor), grad in zip(params.items(), grads, strict=True)}
-    distance = distance_between(kind, params, start, target)
+        rates = rate.expand(len(grads))
+        params = {
+            name: tensor - rates[number] * grad
+            for number, ((name, tensor), grad) in enumerate(zip(params.items(), grads, strict=True))
+        }
+    distance = distance_between(kind, params, start, target, find_invariances(model, tuple(x.shape[1:])))
     return distance.detach(), *torch.autograd.grad(distance, (x, y, rate))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("kind", ["l2", "cosine"])
+@pytest.mark.parametrize("kind", ["quotient", "l2", "cosine"])
 @pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("rates", ["single", "tensor"])
 @pytest.mark.parametrize("name", ["mlp", "convnet", "rows"])
 def test_the_adjoint_is_the_unrolled_gradient(
-    name: str, changed: bool, kind: str, dtype: torch.dtype, close: float
+    name: str, rates: str, changed: bool, kind: str, dtype: torch.dtype, close: float
 ) -> None:
     model, start, target, x, y = problem(name, dtype)
+    lr = 0.3 if rates == "single" else torch.linspace(0.1, 0.5, len(start), dtype=torch.float64)
 
     def change(batch: Tensor, step: int) -> Tensor:
         return augment(batch, Seeds(3).rng("augment", step)) if changed else batch
 
-    exact = unrolled(model, start, target, x, y, 0.3, 12, kind, change)
+    exact = unrolled(model, start, target, x, y, lr, 12, kind, change)
     found = matching_gradient(
-        model, start, target, x, y, 0.3, 12, distance=kind, augment=change if changed else None, chunk=7
+        model, start, target, x, y, lr, 12, distance=kind, augment=change if changed else None, chunk=7
     )
     for one, other in zip(found, exact, strict=True):
+        assert one.shape == other.shape
         assert float((one - other).norm() / other.norm()) < close
 
 
@@ -89,8 +105,38 @@ def test_distances_by_hand() -> None:
     reached = {"w": torch.tensor([3.0, 0.0])}
     assert distance_between("l2", reached, start, target) == pytest.approx(16 / 25)
     assert distance_between("cosine", reached, start, target).item() == pytest.approx(1 - 9 / 15)
-    with pytest.raises(UserError, match="not one of l2, cosine"):
+    with pytest.raises(UserError, match="not one of quotient, l2, cosine"):
         distance_between("l3", reached, start, target)
+
+
+def test_the_quotient_distance_by_hand() -> None:
+    start, target = {"w": torch.zeros(2, 2)}, {"w": torch.tensor([[3.0, 1.0], [1.0, 1.0]])}
+    reached = {"w": torch.tensor([[1.0, 5.0], [0.0, 5.0]])}
+    shifts = Invariances({"w": 1})
+    # Without the mean row, the target is [[1, 0], [-1, 0]] and [[0.5, 0], [-0.5, 0]] is reached.
+    assert distance_between("quotient", reached, start, target, shifts) == pytest.approx(0.25)
+    assert distance_between("quotient", reached, start, target) == distance_between("l2", reached, start, target)
+
+
+def test_the_quotient_distance_scales_the_gradient_of_a_segment() -> None:
+    model, start, target, x, y = problem("convnet", torch.float64)
+    plain, quotient = (matching_gradient(model, start, target, x, y, 0.3, 5, distance=d) for d in ("l2", "quotient"))
+    way = {name: target[name] - start[name] for name in target}
+    left = 1 - sum(find_invariances(model, (3, 8, 8)).shares(way).values())
+    assert float(plain[0]) == pytest.approx(1 - left + left * float(quotient[0]))
+    for one, other in zip(plain[1:], quotient[1:], strict=True):
+        torch.testing.assert_close(one, left * other)
+
+
+def test_equal_rates_are_a_single_rate_and_their_number_must_fit() -> None:
+    model, start, target, x, y = problem("convnet", torch.float64)
+    single = matching_gradient(model, start, target, x, y, 0.3, 5)
+    equal = matching_gradient(model, start, target, x, y, torch.full((len(start),), 0.3), 5)
+    for one, other in zip(single[:3], equal[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    assert float(equal[3].sum()) == pytest.approx(float(single[3]), rel=1e-6)
+    with pytest.raises(UserError, match="2 inner rates for"):
+        matching_gradient(model, start, target, x, y, torch.ones(2), 1)
 
 
 def test_batch_statistics_are_refused() -> None:

@@ -102,6 +102,18 @@ def test_a_synthetic_set_serves_a_later_run(whole: dynafed.Result, tmp_path: Pat
         run_tiny(tmp_path / "x", **SMALL | {"dynafed__synthetic": "absent.safetensors"})
 
 
+def test_rates_per_tensor_and_what_has_no_effect_are_in_the_metrics(tmp_path: Path) -> None:
+    result = run_tiny(tmp_path / "r", **SMALL | {"dynafed__inner_rates": "tensor"})
+    record = result.history[3]
+    assert 0 < record["inner_lr_min"] < record["inner_lr"] < record["inner_lr_max"]
+    assert 0 < record["invariant_share"] < 1
+    assert record["invariant_share_unused"] == 0
+    blocks = json.loads((tmp_path / "r" / "report.json").read_text())
+    (table,) = (block["data"]["rows"] for block in blocks if block["kind"] == "table")
+    assert [row[0] for row in table] == [*result.federation.problem.initial_model(), "all"]
+    assert bits(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)) == bits(result)
+
+
 def test_it_can_synthesize_again(tmp_path: Path) -> None:
     again = run_tiny(tmp_path / "r", **SMALL | {"dynafed__resynthesize_every": 2, "dynafed__include_initial": True})
     assert [record["round"] for record in again.history if "inner_lr" in record] == [4, 6, 8]

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from dynafed import UserError, optim, tree
 from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.seeds import Seeds
-from dynafed.synthesis import DynaFedSettings, SyntheticData, finetune, synthesize
+from dynafed.synthesis import DynaFedSettings, SyntheticData, finetune, matching_gradient, synthesize
+from dynafed.synthesis.invariances import find_invariances
+from dynafed.synthesis.quality import matching_by_segment
 from dynafed.synthesis.synthesize import EXPLODED, Segments, SynthesisState
 from dynafed.tree import Tree
 
@@ -93,10 +95,12 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.parametrize("rates", ["single", "tensor"])
 @pytest.mark.parametrize("after", [1, 7])
-def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path: Path, after: int) -> None:
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path: Path, after: int, rates: str) -> None:
     model, path = case
-    whole = synthesize(model, path, (6,), 4, SMALL)
+    config = SMALL | {"inner_rates": rates}
+    whole = synthesize(model, path, (6,), 4, config)
     calls = 0
 
     def check_stop() -> None:
@@ -106,14 +110,14 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path:
             raise Stop
 
     with pytest.raises(Stop):
-        synthesize(model, path, (6,), 4, SMALL, state_file=tmp_path / "state", check_stop=check_stop)
+        synthesize(model, path, (6,), 4, config, state_file=tmp_path / "state", check_stop=check_stop)
     seen: list[int] = []
     again = synthesize(
         model,
         path,
         (6,),
         4,
-        SMALL,
+        config,
         state_file=tmp_path / "state",
         on_iteration=lambda iteration, loss, x: seen.append(iteration),
     )
@@ -125,7 +129,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path:
 def test_the_state_of_another_task_or_a_damaged_file_is_not_taken_over(case: Any, tmp_path: Path) -> None:
     model, path = case
     whole = synthesize(model, path, (6,), 4, SMALL)
-    state = SynthesisState(DynaFedSettings(samples=20), (6,), 4, Seeds(0), torch.device("cpu"))
+    state = SynthesisState(DynaFedSettings(samples=20), (6,), 4, 6, Seeds(0), torch.device("cpu"))
     state.save(tmp_path / "other", "another task")
     (tmp_path / "broken").write_bytes(b"nothing")
     for name in ("other", "broken"):
@@ -164,6 +168,66 @@ def test_an_exploding_rate_is_halved_until_it_works(case: Any, caplog: pytest.Lo
     assert torch.isfinite(made.x).all()
 
 
+def test_each_tensor_learns_a_rate_of_its_own(case: Any, tmp_path: Path) -> None:
+    model, path = case
+    losses: dict[str, list[float]] = {"single": [], "tensor": []}
+    made = {
+        rates: synthesize(
+            model,
+            path,
+            (6,),
+            4,
+            SMALL | {"inner_rates": rates, "inner_lr_rate": 0.1, "iterations": 60},
+            on_iteration=lambda iteration, loss, x, seen=seen: seen.append(loss),
+        )
+        for rates, seen in losses.items()
+    }
+    assert np.mean(losses["tensor"][-10:]) < np.mean(losses["single"][-10:])
+    rates = made["tensor"].inner_rates
+    assert rates is not None
+    assert rates.shape == (6,)
+    assert float(rates.log().mean().exp()) == pytest.approx(made["tensor"].inner_lr)
+    assert float(rates.max() / rates.min()) > 1.5
+    assert made["single"].inner_rates is None
+    made["tensor"].save(tmp_path / "s.safetensors")
+    again = SyntheticData.load(tmp_path / "s.safetensors", (6,), 4)
+    assert tree.digest(again.tree()) == tree.digest(made["tensor"].tree())
+    halved = synthesize(model, path, (6,), 4, SMALL | {"inner_rates": "tensor", "inner_lr": 1e6, "iterations": 40})
+    assert halved.inner_lr < 1e6
+
+
+@pytest.mark.parametrize("distance", ["l2", "quotient"])
+def test_the_loss_of_each_segment_is_the_one_that_was_minimized(case: Any, distance: str) -> None:
+    model, path = case
+    config = DynaFedSettings.of(SMALL | {"distance": distance, "inner_rates": "tensor", "inner_lr_rate": 0.1})
+    made = synthesize(model, path, (6,), 4, config)
+    # The rates go by the model's order, whatever that of a checkpoint is.
+    sorted_path = [tree.sorted_by_name(checkpoint) for checkpoint in path]
+    found = find_invariances(model, (6,)) if distance == "quotient" else None
+    losses = matching_by_segment(model, Segments(sorted_path, config, Seeds(0), found), made)
+    start, target, steps = path[1], path[3], config.inner_steps
+    expected, *_ = matching_gradient(model, start, target, made.x, made.logits, made.lr, steps, distance=distance)
+    assert losses[1] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_paper_s_distance_gives_other_samples(case: Any) -> None:
+    model, path = case
+    quotient, default, l2 = (
+        synthesize(model, path, (6,), 4, SMALL | changes)
+        for changes in ({"distance": "quotient"}, {}, {"distance": "l2", "inner_rates": "single"})
+    )
+    assert quotient.inner_rates is not None
+    assert l2.inner_rates is None
+    assert tree.digest(quotient.tree()) != tree.digest(default.tree()) == tree.digest(l2.tree())
+
+
+def test_a_trajectory_that_moves_only_without_effect_stands_still(case: Any) -> None:
+    model, path = case
+    shifted = [path[0] | {"head.bias": path[0]["head.bias"] + number} for number in range(6)]
+    with pytest.raises(UserError, match="doesn't move"):
+        synthesize(model, shifted, (6,), 4, SMALL | {"distance": "quotient"})
+
+
 def test_a_trajectory_that_stands_still_is_told(case: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, path = case
     with pytest.raises(UserError, match="doesn't move"):
@@ -194,6 +258,8 @@ def test_how_targets_are_drawn(case: Any) -> None:
         assert any(torch.allclose(target, (whole[start + a] + whole[start + b]) / 2) for a, b in pairs)
     for start, target in targets(targets=(3,)):
         torch.testing.assert_close(target, sum(whole[start + ahead] for ahead in (1, 2, 3)) / 3)
+    for start, target in targets(target_draw="tail", targets=(2,)):
+        torch.testing.assert_close(target, (whole[start + 2] + whole[start + 3]) / 2)
     assert len({round(float(target[0]), 6) for _, target in targets(target_draw="replacement", targets=(2, 3))}) > 9
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,19 @@ class SynthesisFigures:
         if iteration in self.snapshots and x.ndim == 4:
             write_png(self.folder / f"synthetic-{iteration:06d}.png", x[:SHOWN], columns=10)
 
-    def finish(self, synthetic: SyntheticData, quality: Quality | None) -> None:
-        """Write synthetic.png and report.json."""
-        blocks = [*self._loss_curve(), *self._samples(synthetic), *(self._evidence(quality) if quality else ())]
+    def finish(
+        self, synthetic: SyntheticData, quality: Quality | None, shares: Mapping[str, float], names: Sequence[str]
+    ) -> None:
+        """Write synthetic.png and report.json.
+
+        `shares` are those of the squared way along the network's invariances, by tensor; `names` are the parameters'.
+        """
+        blocks = [
+            *self._loss_curve(),
+            *self._tensors(synthetic, shares, names),
+            *self._samples(synthetic),
+            *(self._evidence(quality) if quality else ()),
+        ]
         write_bytes(self.folder / "report.json", json.dumps(blocks).encode())
 
     def _loss_curve(self) -> list[dict[str, Any]]:
@@ -61,6 +72,27 @@ class SynthesisFigures:
                     "xlabel": "iteration",
                     "ylabel": "matching loss",
                 },
+            }
+        ]
+
+    def _tensors(
+        self, synthetic: SyntheticData, shares: Mapping[str, float], names: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        rates = [] if synthetic.inner_rates is None else synthetic.inner_rates.tolist()
+        rate_of = dict(zip(names, rates, strict=False))
+        rows = [
+            [name, f"{shares.get(name, 0.0):.2%}", f"{rate_of.get(name, synthetic.inner_lr):.3g}"]
+            for name in names
+            if name in rate_of or name in shares
+        ]
+        rows.append(["all", f"{sum(shares.values()):.2%}", f"{synthetic.inner_lr:.3g}"])
+        return [
+            {
+                "title": "Directions without an effect, and inner rates",
+                "text": "The share of the squared way from a segment's start to its end in directions that predictions "
+                "don't depend on: no data lead there, and the quotient distance leaves it out.",
+                "kind": "table",
+                "data": {"columns": ["tensor", "share without effect", "inner rate"], "rows": rows},
             }
         ]
 

@@ -5,8 +5,10 @@ Its gradient needs no unrolled graph. With lam = d(loss)/d(th_steps), the adjoin
 
     dlr -= <g, lam>      dx -= lr * d<g, lam>/dx      dy -= lr * d<g, lam>/dy      lam -= lr * H lam
 
-where all three derivatives of <g, lam> come from one Hessian-vector product. Only the parameters and the gradient of
-each step are stored, and every term is a sum over samples, so the samples can be processed in chunks.
+where all three derivatives of <g, lam> come from one Hessian-vector product. With one rate for each parameter tensor (R
+instead of lr), the product takes R lam, and the derivative of each rate is its own sum of -<g, lam>.
+Only the parameters and the gradient of each step are stored, and every term is a sum over samples, so the samples can
+be processed in chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +30,12 @@ from torch.func import functional_call
 from dynafed.errors import UserError
 from dynafed.execution import available_cores, chunk_size, single_thread
 from dynafed.kernels.ops import weight_gradients_known
+from dynafed.synthesis.invariances import Invariances, find_invariances
+from dynafed.synthesis.settings import DISTANCES
 from dynafed.tree import Tree
 
 Augment = Callable[[Tensor, int], Tensor]
 """Maps (batch, inner step) to a batch, differentiably and deterministically."""
-
-DISTANCES = ("l2", "cosine")
 
 
 def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -41,19 +43,29 @@ def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -(labels * F.log_softmax(logits, dim=1)).sum()
 
 
-def distance_between(kind: str, reached: Tree, start: Tree, target: Tree) -> Tensor:
-    """`l2`: squared distance to the target over that from start to target. `cosine`: 1 - cos(reached, target)."""
-    if kind == "l2":
-        return _squared(reached, target) / _squared(start, target)
+def distance_between(
+    kind: str, reached: Tree, start: Tree, target: Tree, invariances: Invariances | None = None
+) -> Tensor:
+    """The distance from `reached` to `target`.
+
+    `l2`: the squared distance over that from start to target. `quotient`: the same without the components along the
+    network's invariances. `cosine`: 1 - cos(reached, target).
+    """
+    if kind in ("quotient", "l2"):
+        project = invariances.project if invariances and kind == "quotient" else dict
+        return _squared(project(_difference(reached, target))) / _squared(project(_difference(start, target)))
     if kind == "cosine":
         dot = sum((reached[name] * target[name]).sum() for name in target)
-        norms = [sum(tensor.square().sum() for tensor in tree.values()) for tree in (reached, target)]
-        return 1 - dot / (norms[0] * norms[1]) ** 0.5
+        return 1 - dot / (_squared(reached) * _squared(target)) ** 0.5
     raise UserError(f"distance = '{kind}' is not one of {', '.join(DISTANCES)}")
 
 
-def _squared(a: Tree, b: Tree) -> Tensor:
-    return sum((a[name] - b[name]).square().sum() for name in b)  # type: ignore[return-value]
+def _difference(a: Tree, b: Tree) -> Tree:
+    return {name: a[name] - b[name] for name in b}
+
+
+def _squared(values: Tree) -> Tensor:
+    return sum(tensor.square().sum() for tensor in values.values())  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -86,10 +98,10 @@ class InnerProblem:
 
         return dict(zip(params, map(_sum, zip(*self._over_chunks(chunk_gradient, x), strict=True)), strict=True))
 
-    def step(self, params: Tree, x: Tensor, rate: float) -> tuple[Tree, Tree]:
-        """The parameters after one step of gradient descent, and the gradient."""
+    def step(self, params: Tree, x: Tensor, rates: Mapping[str, float]) -> tuple[Tree, Tree]:
+        """The parameters after one step of gradient descent with a rate for each tensor, and the gradient."""
         grads = self.gradient(params, x)
-        return {name: tensor - rate * grads[name] for name, tensor in params.items()}, grads
+        return {name: tensor - rates[name] * grads[name] for name, tensor in params.items()}, grads
 
     def _over_chunks(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
         return self.map_chunks(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
@@ -125,6 +137,16 @@ def inner_problem(
         yield InnerProblem([copy.deepcopy(model) for _ in range(chunks)], labels, scale, chunk, pool.map)
 
 
+def rates_by_name(lr: float | Tensor, names: Collection[str]) -> dict[str, float]:
+    """The inner rate of each parameter tensor: `lr` holds one for all, or one for each in their order."""
+    values = lr.tolist() if isinstance(lr, Tensor) else lr
+    if not isinstance(values, list):
+        return dict.fromkeys(names, float(values))
+    if len(values) != len(names):
+        raise UserError(f"there are {len(values)} inner rates for {len(names)} parameter tensors: one for each, or one")
+    return dict(zip(names, values, strict=True))
+
+
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return functools.reduce(torch.add, tensors)
 
@@ -139,6 +161,7 @@ def matching_gradient(
     steps: int,
     *,
     distance: str = "l2",
+    invariances: Invariances | None = None,
     augment: Augment | None = None,
     loss_scale: float = 1.0,
     chunk: int = 0,
@@ -147,6 +170,8 @@ def matching_gradient(
     """The matching loss after `steps` gradient steps from `start` on (x, softmax(y)), and its exact gradients.
 
     Returns (loss, dx, dy, dlr): gradients with respect to the samples, the label logits and the inner learning rate.
+    `lr` is a number, or a vector: one rate for each trainable parameter tensor, in the model's order, as in `dlr`.
+    `distance` is one of `DISTANCES`; for `quotient`, the model's `invariances` are found if they aren't given.
     `start` and `target` are named parameters. The inner loss is soft-label cross-entropy, summed over classes, averaged
     over samples, times `loss_scale`. The model must treat samples independently and have no in-place state; `chunk`
     samples are processed at a time, in `threads` threads (0: one per core), whose number changes no bit.
@@ -157,8 +182,18 @@ def matching_gradient(
     start = {name: start[name].detach().to(device) for name in names}
     target = {name: target[name].detach().to(device) for name in names}
     x, y = x.detach(), y.detach()
+    if distance == "quotient" and invariances is None:
+        invariances = find_invariances(model, tuple(x.shape[1:]))
     with inner_problem(model, y.softmax(dim=1), loss_scale / len(x), chunk, threads) as inner:
-        loss, dx, dlabels, dlr = unroll_and_adjoint(inner, start, target, x, float(lr), steps, distance, augment)
+        loss, dx, dlabels, dlr = unroll_and_adjoint(
+            inner,
+            start,
+            x,
+            lr,
+            steps,
+            lambda reached: distance_between(distance, reached, start, target, invariances),
+            augment,
+        )
     with torch.enable_grad():
         logits = y.requires_grad_()
         (dy,) = torch.autograd.grad(logits.softmax(dim=1), logits, dlabels)
@@ -168,49 +203,55 @@ def matching_gradient(
 def unroll_and_adjoint(
     inner: InnerProblem,
     start: Tree,
-    target: Tree,
     x: Tensor,
-    rate: float,
+    lr: float | Tensor,
     steps: int,
-    distance: str,
+    loss_of: Callable[[Tree], Tensor],
     augment: Augment | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the inner steps forward and their adjoint backward.
 
-    Returns the matching loss and its gradients with respect to the samples, the label distributions and the inner rate.
+    Returns the loss of the last parameters and its gradients with respect to the samples, the label distributions and
+    the inner rate or rates.
     """
 
     def augmented(batch: Tensor, step: int) -> Tensor:
         return batch if augment is None else augment(batch, step)
 
+    each = isinstance(lr, Tensor) and lr.ndim > 0
+    # A single rate is a factor of the product; several scale its direction.
+    rates, factor = rates_by_name(lr, start), 1.0 if each else float(lr)
     # One allocation per parameter: many small ones that live long would fragment the heap.
     history = [{name: tensor.new_empty(steps, *tensor.shape) for name, tensor in start.items()} for _ in range(2)]
     params = start
     for step in range(steps):
         with torch.no_grad():
             batch = augmented(x, step)
-        after, grads = inner.step(params, batch, rate)
+        after, grads = inner.step(params, batch, rates)
         for stored, current in zip(history, (params, grads), strict=True):
             for name, tensor in current.items():
                 stored[name][step] = tensor
         params = after
 
     reached = {name: tensor.requires_grad_() for name, tensor in params.items()}
-    loss = distance_between(distance, reached, start, target)
-    lam = dict(zip(reached, torch.autograd.grad(loss, list(reached.values())), strict=True))
-    dx, dlabels, dlr = torch.zeros_like(x), torch.zeros_like(inner.labels), x.new_zeros(())
+    loss = loss_of(reached)
+    lam = dict(zip(reached, torch.autograd.grad(loss, list(reached.values()), materialize_grads=True), strict=True))
+    dx, dlabels = torch.zeros_like(x), torch.zeros_like(inner.labels)
+    dlr = x.new_zeros(len(start) if each else ())
     for step in reversed(range(steps)):
         leaf = x.detach().requires_grad_()
         with torch.enable_grad():
             batch = augmented(leaf, step)
         params, grads = ({name: values[step] for name, values in stored.items()} for stored in history)
-        hessian, by_x, by_labels = inner.hessian_vector_product(params, batch, lam)
+        direction = {name: rates[name] * tensor for name, tensor in lam.items()} if each else lam
+        hessian, by_x, by_labels = inner.hessian_vector_product(params, batch, direction)
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)
-        dx -= rate * by_x
-        dlabels -= rate * by_labels
-        dlr -= _sum((grads[name] * lam[name]).sum() for name in lam)
-        lam = {name: lam[name] - rate * hessian[name] for name in lam}
+        dx -= factor * by_x
+        dlabels -= factor * by_labels
+        dots = [(grads[name] * lam[name]).sum() for name in lam]
+        dlr -= torch.stack(dots) if each else _sum(dots)
+        lam = {name: lam[name] - factor * hessian[name] for name in lam}
     return loss.detach(), dx, dlabels, dlr
 
 

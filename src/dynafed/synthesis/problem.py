@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dynafed import tree
 from dynafed.seeds import Seeds
 from dynafed.synthesis.figures import SynthesisFigures
+from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthesize import Segments, StationaryTrajectory, synthesize
 from dynafed.synthesis.synthetic import SyntheticData
@@ -75,14 +77,30 @@ def synthesize_from_trajectory(
     except StationaryTrajectory as error:
         log.warning("no synthesis in round %d: %s", round_num, error)
         return None, {}
-    segments = Segments(checkpoints, settings, problem.seeds)
+    invariances = find_invariances(problem.module, problem.shape)
+    segments = Segments(checkpoints, settings, problem.seeds, invariances if settings.distance == "quotient" else None)
+    shares = mean_shares(invariances, segments)
     quality = problem.measure_quality(segments, synthetic) if problem.measure_quality else None
     if figures:
         synthetic.save(figures.folder / "synthetic.safetensors")
-        figures.finish(synthetic, quality)
+        figures.finish(synthetic, quality, shares, trained)
     if quality:
         by_segment = quality.matching_by_segment
     else:
         by_segment = matching_by_segment(problem.module, segments, synthetic, problem.threads)
     metrics = {"inner_lr": synthetic.inner_lr, "matching_loss": fmean(by_segment.values())}
+    if synthetic.inner_rates is not None:
+        metrics |= {
+            "inner_lr_min": float(synthetic.inner_rates.min()),
+            "inner_lr_max": float(synthetic.inner_rates.max()),
+        }
+    unused = sum(shares[name] for name in shares if invariances.is_unused(name, checkpoints[0][name]))
+    metrics |= {"invariant_share": sum(shares.values()), "invariant_share_unused": unused}
     return synthetic, metrics | (asdict(quality) if quality else {})
+
+
+def mean_shares(invariances: Invariances, segments: Segments) -> dict[str, float]:
+    """By tensor, the share of the squared way from start to target along the invariances; the mean over segments."""
+    ways = [tree.map_tensors(torch.sub, segment.target, segment.start) for segment in segments.full()]
+    by_segment = [invariances.shares(way) for way in ways]
+    return {name: fmean(shares[name] for shares in by_segment) for name in invariances.groups}

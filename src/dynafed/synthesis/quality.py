@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynafed.synthesis.matching import distance_between, inner_problem
+from dynafed.synthesis.matching import distance_between, inner_problem, rates_by_name
 from dynafed.synthesis.refine import train_on
 from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthesize import Segments, loss_scale
@@ -58,11 +58,11 @@ def measure_quality(federation: Federation, segments: Segments, synthetic: Synth
     }
     threads = federation.execution.server_threads
     reached = {
-        name: _reached(problem.network, segments, *each, synthetic.inner_lr, threads) for name, each in datasets.items()
+        name: _reached(problem.network, segments, *each, synthetic.lr, threads) for name, each in datasets.items()
     }
     return Quality(
-        _distances("l2", segments, reached["D_syn"]),
-        {name: _distances("cosine", segments, ends) for name, ends in reached.items()},
+        _matching_losses(segments, reached["D_syn"]),
+        {name: _cosine_distances(segments, ends) for name, ends in reached.items()},
         scratch_accuracy(federation, synthetic),
     )
 
@@ -80,7 +80,7 @@ def matching_by_segment(
     """The matching loss at the end of every segment; needs no real samples."""
     device = next(module.parameters()).device
     x, labels = synthetic.x.to(device), synthetic.labels.to(device)
-    return _distances("l2", segments, _reached(module, segments, x, labels, synthetic.inner_lr, threads))
+    return _matching_losses(segments, _reached(module, segments, x, labels, synthetic.lr, threads))
 
 
 def scratch_accuracy(federation: Federation, synthetic: SyntheticData) -> float:
@@ -100,22 +100,34 @@ def scratch_accuracy(federation: Federation, synthetic: SyntheticData) -> float:
     return evaluate(federation, trained)[0]
 
 
-def _reached(module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float, threads: int) -> list[Tree]:
+def _reached(
+    module: nn.Module, segments: Segments, x: Tensor, labels: Tensor, lr: float | Tensor, threads: int
+) -> list[Tree]:
     """The parameters after the inner steps on these samples, from the start of every segment."""
     config = segments.config
     ends = []
+    rates = rates_by_name(lr, [name for name, tensor in module.named_parameters() if tensor.requires_grad])
     scale = loss_scale(config, labels.shape[1]) / len(x)
     with inner_problem(module, labels, scale, config.chunk, threads) as inner:
         for segment in segments.full():
             params = segment.start
             for _ in range(config.inner_steps):
-                params, _ = inner.step(params, x, lr)
+                params, _ = inner.step(params, x, rates)
             ends.append(params)
     return ends
 
 
-def _distances(kind: str, segments: Segments, ends: list[Tree]) -> dict[int, float]:
+def _matching_losses(segments: Segments, ends: list[Tree]) -> dict[int, float]:
+    kind = "l2" if segments.invariances is None else "quotient"
     return {
-        segment.index: float(distance_between(kind, end, segment.start, segment.target))
+        segment.index: float(distance_between(kind, end, segment.start, segment.target, segments.invariances))
+        for segment, end in zip(segments.full(), ends, strict=True)
+    }
+
+
+def _cosine_distances(segments: Segments, ends: list[Tree]) -> dict[int, float]:
+    project = dict if segments.invariances is None else segments.invariances.project
+    return {
+        segment.index: float(distance_between("cosine", project(end), {}, project(segment.target)))
         for segment, end in zip(segments.full(), ends, strict=True)
     }

@@ -9,6 +9,8 @@ from typing import Any
 from dynafed.config import OPTIMIZERS
 from dynafed.settings import build, setting
 
+DISTANCES = ("quotient", "l2", "cosine")
+
 
 @dataclass(frozen=True)
 class DynaFedSettings:
@@ -20,8 +22,9 @@ class DynaFedSettings:
     targets: tuple[int, ...] = setting((2,), "how many checkpoints are averaged to a target, drawn if several", low=1)
     target_draw: str = setting(
         "distinct",
-        "the target's checkpoints: distinct or with replacement among the s after the start, or the segment's last",
-        choices=("distinct", "replacement", "last"),
+        "the target's checkpoints: distinct or with replacement among the s after the start, the segment's last, or "
+        "its last ones (tail)",
+        choices=("distinct", "replacement", "last", "tail"),
     )
     samples: int = setting(150, "synthetic samples", low=1)
     iterations: int = setting(1000, "N: steps of the synthesis", low=1)
@@ -30,12 +33,22 @@ class DynaFedSettings:
     inner_lr_rate: float = setting(
         0.01, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
     )
+    inner_rates: str = setting(
+        "auto",
+        "a single inner rate, or one for each parameter tensor (auto: for each with the quotient distance)",
+        choices=("auto", "single", "tensor"),
+    )
     image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
     image_lr: float = setting(0.05, "its rate", above=0)
     learn_labels: bool = setting(True, "whether the labels are learned, too")
     label_optimizer: str = setting("adam", "of the label logits", choices=OPTIMIZERS)
     label_lr: float = setting(0.05, "its rate", above=0)
-    distance: str = setting("l2", "between where the inner steps lead and the target", choices=("l2", "cosine"))
+    distance: str = setting(
+        "l2",
+        "from where the inner steps lead to the target: the paper's l2, or quotient, which leaves out changes without "
+        "an effect on predictions",
+        choices=DISTANCES,
+    )
     loss_reduction: str = setting(
         "samples",
         "whether the soft-label loss is a mean over samples, or over classes, too",
@@ -52,6 +65,11 @@ class DynaFedSettings:
     )
     synthetic: str = setting("", "a synthetic.safetensors to use instead of a synthesis")
     chunk: int = setting(0, "samples differentiated at a time (0: at most 75 for convolutions, else all)", low=0)
+
+    @property
+    def rates_per_tensor(self) -> bool:
+        """Whether each parameter tensor has an inner rate of its own."""
+        return self.inner_rates == "tensor" or (self.inner_rates == "auto" and self.distance == "quotient")
 
     @classmethod
     def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:

@@ -21,6 +21,7 @@ from dynafed.errors import UserError
 from dynafed.execution import accelerate_synthesis, keep_freed_memory, synthesis_work
 from dynafed.seeds import Seeds
 from dynafed.synthesis.augment import augment
+from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.matching import Augment, matching_gradient, reject_batch_norm
 from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthetic import SyntheticData
@@ -35,6 +36,8 @@ PILOT_RATES = tuple(10 ** (power / 4) for power in range(-12, 5))
 PILOT_ITERATIONS = 6
 CALM = 1.1
 """Search for the initial inner rate: the rates to try, the iterations of a trial, and the largest loss allowed."""
+ROUNDING = 1e-10
+"""A smaller share of a squared difference is rounding."""
 SAVE_EVERY = 50
 """Iterations between two saves to the state file."""
 
@@ -86,10 +89,11 @@ def synthesize(
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     device = next(model.parameters()).device
     checkpoints = [_parameters(names, checkpoint, device) for checkpoint in trajectory]
-    segments = Segments(checkpoints, chosen, Seeds(seed))
+    invariances = find_invariances(model, shape) if chosen.distance == "quotient" else None
+    segments = Segments(checkpoints, chosen, Seeds(seed), invariances)
     origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(checkpoints)}))
     task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}"
-    state = SynthesisState(chosen, shape, classes, Seeds(seed), device, threads)
+    state = SynthesisState(chosen, shape, classes, len(names), Seeds(seed), device, threads)
     keep_freed_memory()
     if accelerate:
         model = accelerate_synthesis(model, synthesis_work(chosen))
@@ -118,7 +122,7 @@ def synthesize(
         "config": settings.plain(chosen),
     }
     x, logits = (state.learned[part].cpu() for part in ("x", "logits"))
-    return SyntheticData(x, logits, state.lr, provenance)
+    return SyntheticData(x, logits, state.mean_lr, provenance, state.lr if isinstance(state.lr, Tensor) else None)
 
 
 def read_trajectory(folder: str | Path) -> list[Tree]:
@@ -135,8 +139,16 @@ def read_trajectory(folder: str | Path) -> list[Tree]:
 class Segments:
     """The segments of a trajectory that the synthesis samples from."""
 
-    def __init__(self, checkpoints: Sequence[Tree], config: DynaFedSettings, seeds: Seeds) -> None:
+    def __init__(
+        self,
+        checkpoints: Sequence[Tree],
+        config: DynaFedSettings,
+        seeds: Seeds,
+        invariances: Invariances | None = None,
+    ) -> None:
         self.checkpoints, self.config, self.seeds = checkpoints, config, seeds
+        self.invariances = invariances
+        """Of the network; None unless `config.distance` is the quotient distance."""
         if len(checkpoints) <= config.segment:
             raise UserError(f"{len(checkpoints)} checkpoints are too few for dynafed.segment = {config.segment}")
         self.starts = [start for start in range(len(checkpoints) - config.segment) if self._moves(start)]
@@ -156,6 +168,8 @@ class Segments:
         if config.target_draw == "last":
             return Segment(start, self.checkpoints[start], self.checkpoints[ends[-1]])
         count = config.targets[rng.integers(len(config.targets))]
+        if config.target_draw == "tail":
+            return Segment(start, self.checkpoints[start], self._mean(ends[-count:]))
         replace = config.target_draw == "replacement"
         drawn = rng.choice(len(ends), count if replace else min(count, len(ends)), replace=replace)
         return Segment(start, self.checkpoints[start], self._mean([ends[number] for number in drawn]))
@@ -173,9 +187,16 @@ class Segments:
     def _moves(self, start: int) -> bool:
         first = self.checkpoints[start]
         return all(
-            any(not torch.equal(first[name], self.checkpoints[end][name]) for name in first)
-            for end in range(start + 1, start + self.config.segment + 1)
+            self._differ(first, self.checkpoints[end]) for end in range(start + 1, start + self.config.segment + 1)
         )
+
+    def _differ(self, one: Tree, other: Tree) -> bool:
+        if all(torch.equal(one[name], other[name]) for name in one):
+            return False
+        if self.invariances is None:
+            return True
+        difference = tree.map_tensors(torch.sub, one, other)
+        return sum(self.invariances.shares(difference).values()) < 1 - ROUNDING
 
 
 class SynthesisState:
@@ -186,6 +207,7 @@ class SynthesisState:
         config: DynaFedSettings,
         shape: tuple[int, ...],
         classes: int,
+        tensors: int,
         seeds: Seeds,
         device: torch.device,
         threads: int = 0,
@@ -196,7 +218,7 @@ class SynthesisState:
         self.learned = {
             "x": torch.from_numpy(noise).to(device),
             "logits": torch.zeros(config.samples, classes, device=device),
-            "log_lr": torch.zeros((), dtype=torch.float64),
+            "log_lr": torch.zeros(tensors if config.rates_per_tensor else (), dtype=torch.float64),
         }
         optimizers = {"x": (config.image_optimizer, config.image_lr)}
         if config.learn_labels:
@@ -209,13 +231,21 @@ class SynthesisState:
         self.last_valid = self.state_dict()
 
     @property
-    def lr(self) -> float:
-        """The inner rate; positive, because its logarithm is learned."""
-        return math.exp(float(self.learned["log_lr"]))
+    def lr(self) -> float | Tensor:
+        """The inner rate, or one for each parameter tensor; positive, because logarithms are learned."""
+        log_lr = self.learned["log_lr"]
+        return log_lr.exp() if log_lr.ndim else math.exp(float(log_lr))
 
-    def set_lr(self, lr: float) -> None:
-        """Set the inner rate."""
-        self.learned["log_lr"].fill_(math.log(lr))
+    @property
+    def mean_lr(self) -> float:
+        """The inner rate, or the geometric mean of the rates."""
+        return math.exp(float(self.learned["log_lr"].mean()))
+
+    def set_lr(self, lr: float | Tensor) -> None:
+        """Set the inner rate, or one for each parameter tensor."""
+        self.learned["log_lr"].copy_(
+            lr.log() if isinstance(lr, Tensor) else torch.tensor(math.log(lr), dtype=torch.float64)
+        )
 
     def step(self, model: nn.Module, segments: Segments, quiet: bool = False) -> float:
         """Run one iteration and return its matching loss.
@@ -234,6 +264,7 @@ class SynthesisState:
             lr,
             config.inner_steps,
             distance=config.distance,
+            invariances=segments.invariances,
             augment=keyed_augment(config, self.seeds, "inner", self.done),
             loss_scale=loss_scale(config, self.learned["logits"].shape[1]),
             chunk=config.chunk,
@@ -245,7 +276,7 @@ class SynthesisState:
             self.set_lr(self.lr / 2)
             self.last_valid = self.state_dict()
             level = logging.DEBUG if quiet else logging.WARNING
-            log.log(level, "synthesis %d: loss %.3g; inner rate halved to %.3g", self.done, loss, self.lr)
+            log.log(level, "synthesis %d: loss %.3g; inner rate halved to %.3g", self.done, loss, self.mean_lr)
             return float(loss)
         self.last_valid = self.state_dict()
         for part, optimizer in self.optimizers.items():
@@ -302,12 +333,15 @@ def find_inner_lr(
     """
     device = next(model.parameters()).device
     for lr in sorted(PILOT_RATES, reverse=True):
-        trial = SynthesisState(replace(config, inner_lr_rate=0.0), shape, classes, segments.seeds, device, threads)
+        fixed = replace(config, inner_lr_rate=0.0, inner_rates="single")
+        trial = SynthesisState(fixed, shape, classes, 0, segments.seeds, device, threads)
         trial.set_lr(lr)
         losses = []
         for _ in range(PILOT_ITERATIONS):
             check_stop()
             losses.append(trial.step(model, segments, quiet=True))
+            if losses[-1] > CALM:
+                break
         if max(losses) <= CALM:
             break
     log.info("inner rate starts at %g; its trial's matching losses were up to %.3f", lr, max(losses))

@@ -25,22 +25,36 @@ class SyntheticData:
     x: Tensor
     logits: Tensor
     inner_lr: float
+    """The inner rate; the geometric mean if each parameter tensor has its own."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Config, seed, checksum of the trajectory, version."""
+    inner_rates: Tensor | None = None
+    """The inner rate of each trainable parameter tensor, in the model's order, if they differ; shape (tensors,)."""
 
     @property
     def labels(self) -> Tensor:
         """Each sample's distribution over the classes, shape (N, classes)."""
         return self.logits.softmax(dim=1)
 
+    @property
+    def lr(self) -> float | Tensor:
+        """The inner rate or rates, as `matching_gradient` takes them."""
+        return self.inner_lr if self.inner_rates is None else self.inner_rates
+
     def tree(self) -> Tree:
         """The tensors, without the provenance."""
-        return {"x": self.x, "logits": self.logits, "inner_lr": torch.tensor(self.inner_lr, dtype=torch.float64)}
+        rates = {} if self.inner_rates is None else {"inner_rates": self.inner_rates}
+        return {
+            "x": self.x,
+            "logits": self.logits,
+            "inner_lr": torch.tensor(self.inner_lr, dtype=torch.float64),
+            **rates,
+        }
 
     @classmethod
     def from_tree(cls, tree: Tree, provenance: Mapping[str, Any] | None = None) -> SyntheticData:
         """The inverse of `tree`."""
-        return cls(tree["x"], tree["logits"], float(tree["inner_lr"]), provenance or {})
+        return cls(tree["x"], tree["logits"], float(tree["inner_lr"]), provenance or {}, tree.get("inner_rates"))
 
     def save(self, path: Path) -> None:
         """Write a safetensors file; its header holds the provenance."""

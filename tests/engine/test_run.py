@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from dynafed import Config, Interrupted, UserError, tree
 from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.engine import checkpoint
 from dynafed.engine.federation import Federation, sample_clients
-from dynafed.engine.files import lock_folder
+from dynafed.engine.files import lock_folder, new_folder
 from dynafed.engine.processes import ProcessBackend
 from dynafed.engine.summary import read_metrics
 
@@ -337,3 +339,34 @@ def test_a_hundred_thousand_clients_cost_no_more_than_those_sampled(tmp_path: Pa
     result = dynafed.run(config, train=TRAIN, test=TEST, clients=list(lists), out=tmp_path / "r")
     assert result.federation.config.clients == 100_000
     assert len(result.history[0]["clients"]) == 32
+
+
+def _start(out: Path, barrier: Any, results: Any) -> None:
+    barrier.wait()
+    try:
+        results.put(tree.digest(run_tiny(out, rounds=3, seed=os.getpid() % 1000).state.model))
+    except UserError as error:
+        results.put(error)
+
+
+def test_of_two_runs_that_start_together_one_gets_the_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    both = [context.Process(target=_start, args=(tmp_path / "r", barrier, results)) for _ in range(2)]
+    for process in both:
+        process.start()
+    ended = [results.get(timeout=120) for _ in both]
+    for process in both:
+        process.join()
+    (lost,) = (each for each in ended if isinstance(each, UserError))
+    assert "already holds a run" in str(lost) or "another process" in str(lost)
+    (won,) = (each for each in ended if isinstance(each, str))
+    assert tree.digest(dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST).state.model) == won
+
+
+def test_default_folders_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    made = [new_folder("fedavg-hf:x/y") for _ in range(3)]
+    assert [path.name for path in made] == ["now-fedavg-hf_x_y", "now-fedavg-hf_x_y-2", "now-fedavg-hf_x_y-3"]
+    assert all(path.is_dir() for path in made)

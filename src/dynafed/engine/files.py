@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -74,10 +75,14 @@ def resume_command(path: Path) -> str:
 
 
 def new_folder(name: str) -> Path:
-    """A folder in `runs/` that doesn't exist yet, named after the moment and the work."""
+    """Makes a folder in `runs/` that didn't exist, named after the moment and the work."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}".replace(":", "_").replace("/", "_")
-    path, number = Path("runs") / name, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return path
+    runs = make_folder(Path("runs"))
+    for number in itertools.count(1):
+        path = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()  # of two processes that try, one succeeds
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")

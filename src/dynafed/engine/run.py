@@ -85,12 +85,13 @@ def run(
     federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
     followers = make_callbacks(federation.config, callbacks)
     path = Path(out) if out is not None else new_folder(f"{federation.config.method}-{federation.config.dataset}")
-    if (path / "config.toml").exists():
-        raise UserError(f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder")
     trainer = (backend or BACKENDS.load(federation.config.engine))(federation, path)
-    make_folder(path)
-    state = RunState.initial(federation, trainer, path)
-    with lock_folder(path):
+    with lock_folder(make_folder(path)):
+        if (path / "config.toml").exists():
+            raise UserError(
+                f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder"
+            )
+        state = RunState.initial(federation, trainer, path)
         write_json(path / "partition.json", class_distribution(federation))
         write_bytes(path / "config.toml", federation.config.to_toml().encode())
         return _run_rounds(federation, path, state, [], followers, trainer)

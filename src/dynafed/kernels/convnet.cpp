@@ -266,10 +266,10 @@ template <class R, int channels> struct Few {
 
     // Each output's weights in a row, with zeros behind them.
     std::vector<R> rows(const R *weights) const {
-        std::vector<R> turned(outputs * padded);
+        std::vector<R> transposed(outputs * padded);
         for (Int t = 0; t < taps; t++)
-            for (Int o = 0; o < outputs; o++) turned[o * padded + t] = weights[t * outputs + o];
-        return turned;
+            for (Int o = 0; o < outputs; o++) transposed[o * padded + t] = weights[t * outputs + o];
+        return transposed;
     }
 
     template <int block> void spread_tile(const R *dz, const R *rows, R *shares, bool add) const {

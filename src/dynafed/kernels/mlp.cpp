@@ -1,7 +1,7 @@
 // Training a fully connected ReLU network with Adam, an epoch in one call: at this size, starting twenty operations a step
 // takes as long as the arithmetic.
 //
-// Weights lie (input, output). Every hidden layer's width is a multiple of a vector's lanes.
+// Weights are (input, output). Every hidden layer's width is a multiple of a vector's lanes.
 
 #include <algorithm>
 #include <cmath>
@@ -18,41 +18,41 @@ typedef float V __attribute__((vector_size(64), aligned(4), may_alias));
 inline V load(const float *at) { return *(const V *)at; }
 inline void store(float *at, V value) { *(V *)at = value; }
 
-// `rows` rows and `vectors` vectors of columns of out = bias + a b, where a lies by rows or, `turned`, by columns.
-template <bool turned, Int rows, Int vectors>
+// `rows` rows and `vectors` vectors of columns of out = bias + a b, where a is row-major or, `transposed`, column-major.
+template <bool transposed, Int rows, Int vectors>
 void tile(const float *a, Int stride, const float *b, Int width, Int depth, const float *bias, float *out) {
     V total[rows][vectors];
     for (Int r = 0; r < rows; r++)
         for (Int v = 0; v < vectors; v++) total[r][v] = bias ? load(bias + v * LANES) : V{};
-    for (Int k = 0; k < depth; k++, b += width, a += turned ? stride : 1) {
+    for (Int k = 0; k < depth; k++, b += width, a += transposed ? stride : 1) {
         V by[vectors];
         for (Int v = 0; v < vectors; v++) by[v] = load(b + v * LANES);
         for (Int r = 0; r < rows; r++)
-            for (Int v = 0; v < vectors; v++) total[r][v] += a[turned ? r : r * stride] * by[v];
+            for (Int v = 0; v < vectors; v++) total[r][v] += a[transposed ? r : r * stride] * by[v];
     }
     for (Int r = 0; r < rows; r++)
         for (Int v = 0; v < vectors; v++) store(out + r * width + v * LANES, total[r][v]);
 }
 
-template <bool turned, Int vectors>
+template <bool transposed, Int vectors>
 void strip(const float *a, Int stride, const float *b, Int rows, Int depth, Int width, const float *bias, float *out) {
-    const Int next = turned ? 1 : stride;
+    const Int next = transposed ? 1 : stride;
     Int r = 0;
     for (; r + ROWS <= rows; r += ROWS)
-        tile<turned, ROWS, vectors>(a + r * next, stride, b, width, depth, bias, out + r * width);
-    for (; r < rows; r++) tile<turned, 1, vectors>(a + r * next, stride, b, width, depth, bias, out + r * width);
+        tile<transposed, ROWS, vectors>(a + r * next, stride, b, width, depth, bias, out + r * width);
+    for (; r < rows; r++) tile<transposed, 1, vectors>(a + r * next, stride, b, width, depth, bias, out + r * width);
 }
 
-// out (rows x width) = bias + a (rows x depth) b (depth x width); `turned`, a lies (depth x stride).
-template <bool turned>
+// out (rows x width) = bias + a (rows x depth) b (depth x width); `transposed`, a is (depth x stride).
+template <bool transposed>
 void product(const float *a, const float *b, Int rows, Int depth, Int width, const float *bias, float *out,
              Int stride = 0) {
-    if (!turned) stride = depth;
+    if (!transposed) stride = depth;
     Int c = 0;
     for (; c + 2 * LANES <= width; c += 2 * LANES)
-        strip<turned, 2>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
+        strip<transposed, 2>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
     for (; c < width; c += LANES)
-        strip<turned, 1>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
+        strip<transposed, 1>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
 }
 
 // Adam with decay as part of the gradient, or decoupled from it.
@@ -83,7 +83,7 @@ struct Adam {
 struct Layer {
     Int in, out, padded; // the last layer's outputs, the classes, are filled up to whole vectors
     float *weight, *weight_m, *weight_v, *bias, *bias_m, *bias_v;
-    std::vector<float> filled, filled_bias, result, delta, turned, grad, bias_grad;
+    std::vector<float> filled, filled_bias, result, delta, transposed, grad, bias_grad;
 
     void forward(const float *x, Int batch, bool last) {
         const float *w = weight, *b = bias;
@@ -104,11 +104,11 @@ struct Layer {
     // The gradient by the input, where that input was positive.
     void backward(const float *x, Int batch, float *dx) {
         const float *w = padded == out ? weight : &filled[0];
-        turned.resize(in * padded);
+        transposed.resize(in * padded);
         for (Int start = 0; start < in; start += LANES) // in blocks, for the cache
             for (Int o = 0; o < padded; o++)
-                for (Int i = start; i < start + LANES; i++) turned[o * in + i] = w[i * padded + o];
-        product<false>(&delta[0], &turned[0], batch, padded, in, nullptr, dx);
+                for (Int i = start; i < start + LANES; i++) transposed[o * in + i] = w[i * padded + o];
+        product<false>(&delta[0], &transposed[0], batch, padded, in, nullptr, dx);
         for (Int i = 0; i < batch * in; i++) dx[i] = x[i] > 0 ? dx[i] : 0;
     }
 

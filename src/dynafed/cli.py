@@ -27,7 +27,6 @@ out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
-    sys.path.insert(0, "")  # so that model = "mine:factory" finds mine.py in the current folder
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     args = _parser().parse_args(arguments)
     logging.getLogger("dynafed").setLevel(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)

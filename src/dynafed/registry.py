@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -84,10 +85,19 @@ class Registry(Generic[T]):
                 part = self._installed[name].load()
             elif isinstance(part, str):
                 module, _, attribute = part.partition(":")
+                if ":" in name:
+                    _search_current_folder()
                 part = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise UserError(f"{self.key} = '{name}' can't be imported: {first_line(error)}") from None
         return part  # type: ignore[no-any-return]
+
+
+def _search_current_folder() -> None:
+    """Let `mine:Name` find mine.py in the current folder, after everything that is installed."""
+    if "" not in sys.path:
+        sys.path.append("")
+        importlib.invalidate_caches()
 
 
 def _origin(part: Any) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from problems import TEST, TRAIN, tiny
 
-from dynafed import Config, UserError, methods
+from dynafed import Config, UserError, methods, tree
 from dynafed.engine.federation import Federation
 from dynafed.engine.server import server_broadcast, server_update
 from dynafed.messages import Broadcast, Update
@@ -144,3 +144,44 @@ def test_nonsense_compositions_are_refused() -> None:
         Config.load(None, {"method": "test-odd+test-odder", "server_samples": 10})
     with pytest.raises(UserError, match="moon and fedmix both have a loss of their own"):
         Config.load(None, {"method": "moon+fedmix"})
+
+
+HUGE = 3.4e38
+
+
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedavgm", "fedadam", "fedyogi", "median", "scaffold", "feddyn", "fednova"]
+)
+def test_a_huge_update_that_spoils_the_result_is_taken_back_and_named(method: str) -> None:
+    """The average of two such updates is finite, but a method's square, or a sum in float32, may not be."""
+    federation = Federation.create(tiny(method=method, optimizer="sgd"), train=TRAIN, test=TEST)
+    side, start = federation.server_side, federation.problem.initial_model()
+    server = {step.name: step.init_server(federation.problem, start) for step in side.methods.steps}
+    sent = server_broadcast(side, 1, start, server)
+    extras = side.methods.extras_spec(federation.problem)
+
+    def made(client: int, value: float) -> Update:
+        model = {name: torch.full_like(tensor, value) for name, tensor in start.items()}
+        return Update(client, model, 1, 1, 0.0, 0.0, extras)
+
+    honest = server_update(side, sent, server, [made(0, 0.1), made(1, 0.2)])
+    assert honest.accepted == [0, 1]
+    outcome = server_update(side, sent, server, [made(0, 0.1), made(1, HUGE), made(2, HUGE / 2)])
+    for part in (outcome.model, tree.nest(outcome.server)):
+        assert all(torch.isfinite(tensor).all() for tensor in part.values() if tensor.is_floating_point())
+    if not outcome.accepted:
+        assert outcome.model is start
+        assert outcome.server is server
+        assert [each["client"] for each in outcome.rejected] == [1]
+        assert "isn't finite" in outcome.rejected[0]["reason"]
+
+
+def test_fedadam_s_state_stays_finite() -> None:
+    federation = Federation.create(tiny(method="fedadam"), train=TRAIN, test=TEST)
+    side, start = federation.server_side, federation.problem.initial_model()
+    server = {"fedadam": side.methods.steps[0].init_server(federation.problem, start)}
+    huge = {name: torch.full_like(tensor, HUGE) for name, tensor in start.items()}
+    outcome = server_update(side, Broadcast(1, start), server, [Update(4, huge, 1, 1, 0.0, 0.0)])
+    assert outcome.server is server
+    assert outcome.rejected[0]["client"] == 4
+    assert "fedadam returned something that isn't finite" in outcome.rejected[0]["reason"]

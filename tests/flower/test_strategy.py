@@ -374,3 +374,9 @@ def test_flower_is_only_needed_where_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "fine\n"
     assert done.stderr.splitlines()[-1].endswith("dynafed.flower needs Flower: pip install dynafed[flower]")
+
+
+def test_fine_tuning_that_diverges_never_reaches_the_clients(caplog: pytest.LogCaptureFixture) -> None:
+    _, models = run(wrapped(FedAvg(), config=SMALL | {"finetune_lr": 1e30, "finetune_steps": 5}))
+    assert all(np.isfinite(np.asarray(array)).all() for model in models.values() for array in model.values())
+    assert "fine-tuning round" in caplog.text

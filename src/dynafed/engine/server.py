@@ -8,7 +8,7 @@ from typing import Any
 
 from dynafed import tree
 from dynafed.engine.federation import ServerSide
-from dynafed.messages import Broadcast, Update, validate_setup, validate_update
+from dynafed.messages import Broadcast, Update, validate_finite, validate_setup, validate_update
 from dynafed.methods import Mean, ServerRuntime
 from dynafed.tree import Tree
 
@@ -77,7 +77,8 @@ def server_update(
     """One round's updates become the next global model.
 
     `updates` may be a stream: nothing but a running sum is held, unless a method needs each model. With fewer sound
-    updates than `min_survivors`, everything stays as it was.
+    updates than `min_survivors`, or if the average or a server step returns something that isn't finite, everything
+    stays as it was; then the largest update is named.
     """
     context = side.context(broadcast.round, broadcast.model, runtime or ServerRuntime())
     combiner = side.methods.combiner(context)
@@ -89,6 +90,7 @@ def server_update(
     rejected: list[dict[str, Any]] = []
     loss = examples = seconds = 0.0
     bytes_up = 0
+    largest = (0.0, -1)
     for sent in updates:
         bytes_up += sent.nbytes
         seconds += sent.seconds
@@ -97,6 +99,7 @@ def server_update(
             rejected.append({"client": update.client, "reason": reason})
             continue
         combiner.add(update)
+        largest = max(largest, (tree.max_abs(update.model), update.client))
         for name, extra in update.extras.items():
             extras.setdefault(name, Mean("uniform")).add_tree(dict(extra))
         if side.methods.keeps_updates:
@@ -106,9 +109,16 @@ def server_update(
             curves[update.client] = update.curve
         loss += update.loss * update.examples
         examples += update.examples
+
+    def unchanged(because: str = "") -> RoundOutcome:
+        blamed = [{"client": largest[1], "reason": because}] if because else []
+        return RoundOutcome(broadcast.model, broadcast.model, server, [], rejected + blamed, bytes_up, seconds)
+
     if len(accepted) < side.config.min_survivors:
-        return RoundOutcome(broadcast.model, broadcast.model, server, [], rejected, bytes_up, seconds)
+        return unchanged()
     combined = combiner.result()
+    if reason := validate_finite(combined.model):
+        return unchanged(f"the average isn't finite ({reason}), and this update is the largest")
     model = combined.model
     metrics: dict[str, Any] = {"train_loss": loss / examples, **combined.metrics}
     states, served = {}, None
@@ -116,6 +126,8 @@ def server_update(
         means = extras[step.name].mean() if step.name in extras else {}
         seen = replace(context, average=combined.model, extras=means, participants=len(accepted), updates=kept)
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
+        if reason := validate_finite(output.model) or validate_finite(output.state):
+            return unchanged(f"{step.name} returned something that isn't finite ({reason}); this update is the largest")
         model, served = output.model, output.served
         states[step.name] = output.state
         metrics |= output.metrics

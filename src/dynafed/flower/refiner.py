@@ -80,7 +80,8 @@ class Refiner:
     def refine(self, server_round: int, arrays: ArrayRecord | None) -> ArrayRecord | None:
         """What the clients get in place of a round's aggregate; order and dtypes are those of what they got before.
 
-        A round without an aggregate leaves no trace; one with NaN or infinity doesn't either, and raises `NotFinite`.
+        A round without an aggregate leaves no trace; one in which the aggregate or the fine-tuned model holds NaN or
+        infinity doesn't either, and raises `NotFinite`.
         """
         self.metrics = {}
         if not arrays:
@@ -94,6 +95,8 @@ class Refiner:
         refined = self.algorithm.refine(
             self.problem, model, self.state, server_round, ServerRuntime(self.folder, progress=_log_progress)
         )
+        if problem := validate_finite(refined.model):
+            raise NotFinite(f"fine-tuning round {server_round} returned no model: {problem}; lower dynafed.finetune_lr")
         self.state, self.metrics = refined.state, dict(refined.metrics)
         if self.metrics:
             log.info("DynaFed: D_syn is made; %s", ", ".join(f"{name} {x:.3g}" for name, x in self.metrics.items()))

@@ -195,7 +195,12 @@ def from_factory(factory: Factory, shape: Shape, classes: int, name: str = "") -
         parameters = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [one for one in parameters if one.default is one.empty and one.kind in positional]
-    model = factory(shape, classes) if len(required) == 2 else factory()
+    try:
+        model = factory(shape, classes) if len(required) == 2 else factory()
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's code: whatever it raises is what they need to know
+        raise UserError(f"the model factory failed: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     return model

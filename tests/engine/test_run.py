@@ -370,3 +370,13 @@ def test_default_folders_never_collide(tmp_path: Path, monkeypatch: pytest.Monke
     made = [new_folder("fedavg-hf:x/y") for _ in range(3)]
     assert [path.name for path in made] == ["now-fedavg-hf_x_y", "now-fedavg-hf_x_y-2", "now-fedavg-hf_x_y-3"]
     assert all(path.is_dir() for path in made)
+
+
+def test_a_result_shows_itself_in_a_line(finished: dynafed.Result) -> None:
+    assert repr(finished).startswith("Result(fedavg on custom, 6 rounds: accuracy ")
+    assert len(repr(finished)) < 300
+
+
+def test_a_model_factory_that_fails_is_told_in_one_line() -> None:
+    with pytest.raises(UserError, match="the model factory failed: ZeroDivisionError"):
+        Federation.create(tiny(), train=TRAIN, test=TEST, model=lambda: 1 // 0)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Callbacks = Sequence[Callback | Callable[..., Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run."""
 
@@ -50,6 +50,13 @@ class Result:
     history: list[Record]
     """One record a round, as in metrics.jsonl."""
     summary: dict[str, Any]
+
+    def __repr__(self) -> str:
+        final, deviation, rounds = (self.summary[key] for key in ("final_accuracy", "final_std", "rounds"))
+        return (
+            f"Result({self.summary['method']} on {self.summary['dataset']}, {rounds} rounds: "
+            f"accuracy {100 * final:.2f} ± {100 * deviation:.2f} %, in {str(self.path)!r})"
+        )
 
     @property
     def final_accuracy(self) -> float:

@@ -154,3 +154,16 @@ def test_a_file_in_the_current_folder_is_imported_only_if_it_is_asked_for(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert "it ran" not in done.stderr
+
+
+def test_a_script_may_name_a_class_of_its_own(tmp_path: Path) -> None:
+    """Then the class is defined twice: in the program, and in the module that the config names."""
+    (tmp_path / "script.py").write_text(
+        "import dynafed\n"
+        "class Mine(dynafed.Method):\n    name = 'mine'\n"
+        "if __name__ == '__main__':\n"
+        "    config = dynafed.Config.load('demo', {'method': 'fedavg+script:Mine', 'rounds': 1, 'workers': 1})\n"
+        "    print(dynafed.run(config, out='r').final_accuracy)\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

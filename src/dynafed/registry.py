@@ -32,9 +32,12 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
 
     def add(self, name: str, part: T) -> None:
-        """Register a part of the running program. A second definition of the same class replaces the first."""
+        """Register a part of the running program. A second definition of the same class replaces the first.
+
+        A script that runs as a program and is imported, too, defines its classes twice.
+        """
         before = self._added.get(name)
-        if before is not None and _origin(before) != _origin(part):
+        if before is not None and not _same_origin(before, part):
             raise UserError(f"two {self.kind}s are called '{name}': {_origin(before)} and {_origin(part)}")
         self._added[name] = part
 
@@ -98,6 +101,13 @@ def _search_current_folder() -> None:
     if "" not in sys.path:
         sys.path.append("")
         importlib.invalidate_caches()
+
+
+def _same_origin(one: Any, other: Any) -> bool:
+    modules = {getattr(part, "__module__", "?") for part in (one, other)}
+    return _origin(one) == _origin(other) or (
+        "__main__" in modules and getattr(one, "__qualname__", 1) == getattr(other, "__qualname__", 2)
+    )
 
 
 def _origin(part: Any) -> str:

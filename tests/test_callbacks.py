@@ -140,3 +140,35 @@ def test_early_stopping_by_patience_and_by_config(tmp_path: Path) -> None:
         tiny(callbacks=["early-stoping"])
     with pytest.raises(UserError, match=r"unknown key 'early-stopping\.patient'"):
         tiny(callbacks=["early-stopping"], **{"early-stopping.patient": 3})
+
+
+def test_one_that_stops_before_the_first_round_is_told(tmp_path: Path) -> None:
+    class Never(Callback):
+        def on_run_begin(self, run: RunContext) -> None:
+            run.stop("not today")
+
+    with pytest.raises(UserError, match="stopped before its first round: not today"):
+        dynafed.run(tiny(), out=tmp_path / "r", callbacks=[Never()], **PARTS)
+
+
+def test_if_the_checkpoint_can_t_be_written_the_first_error_still_comes_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dynafed.engine.checkpoint.save", full)
+    diary = Diary()
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        dynafed.run(tiny(checkpoint_every=100), out=tmp_path / "r", callbacks=[Broken(), diary], **PARTS)
+    assert "No space left" in caught.value.__notes__[-1]
+    assert diary.calls[-1] == ("failure", "mine")
+
+
+def test_a_callback_can_be_dropped_with_its_settings(tmp_path: Path) -> None:
+    config = tiny(callbacks=["early-stopping"], **{"early-stopping.patience": 1})
+    assert "early-stopping" not in config.replace(callbacks=[]).sections
+    changed = config.replace(**{"early-stopping.patience": 7})
+    assert changed.deciding() == config.deciding()
+    assert config.is_execution("early-stopping.patience")
+    assert not config.is_execution("mlp.width")

@@ -207,3 +207,15 @@ def test_a_terminal_sees_a_progress_bar(tmp_path: Path) -> None:
     assert json.loads(output)["rounds"] == 20
     assert b"accuracy" in seen
     assert b"s a round" in seen
+
+
+def test_resume_goes_on_to_more_rounds_and_says_why_a_run_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = ["-s", 'callbacks=["early-stopping"]', "-s", "early-stopping.target=0.01"]
+    assert main(["run", "demo", *FAST, *stop, "--out", "r[red]:fire:"]) == 0
+    text = capsys.readouterr().out
+    assert "stopped: accuracy reached 0.01 in round 1" in text
+    assert "r[red]:fire:/report.html" in text  # a name is no markup
+    assert main(["resume", "r[red]:fire:", "-s", "rounds=3", "-s", "callbacks=[]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds"] == 3
+    assert main(["resume", "r[red]:fire:", "-s", "alpha=3"]) == 2
+    assert "'alpha' decides the run's result" in capsys.readouterr().err

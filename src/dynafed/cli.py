@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # What a command needs is imported when it runs: `dynafed --help` shouldn't wait for torch.
 
-out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+out, err = (Console(stderr=to_err, soft_wrap=True, emoji=False, markup=False) for to_err in (False, True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     executed(one)
     again = add(commands, "resume", _resume, "Continue a run that was stopped.")
     again.add_argument("path", metavar="DIR")
+    again.add_argument(
+        "-s", "--set", action="append", default=[], metavar="KEY=VALUE", help="more rounds=N, or a key of execution"
+    )
     executed(again)
     many = add(commands, "compare", _compare, "Run several methods with several seeds; one table, one report.")
     configured(many)
@@ -156,11 +159,13 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
+    from dynafed.config import parse_override
     from dynafed.engine.run import resume
     from dynafed.terminal import ProgressBar
 
+    changes = dict(parse_override(text) for text in args.set) | _execution(args)
     with ProgressBar("resume", err) as bar:
-        result = resume(args.path, changes=_execution(args), callbacks=[bar])
+        result = resume(args.path, changes=changes, callbacks=[bar])
     _show(result, args.json)
 
 
@@ -175,7 +180,9 @@ def _show(result: Result, as_json: bool) -> None:
     out.print(
         f"{summary['method']} on {summary['dataset']}: {percent(result.final_accuracy)} ± "
         f"{percent(summary['final_std'])} over the last rounds, best {percent(summary['best'])} in round "
-        f"{summary['best_round']}, {summary['seconds']:.1f} s\nfiles:  {result.path}\nreport: {page}",
+        f"{summary['best_round']}, {summary['seconds']:.1f} s"
+        + (f"\nstopped: {summary['stopped']}" if "stopped" in summary else "")
+        + f"\nfiles:  {result.path}\nreport: {page}",
         highlight=False,
     )
 

@@ -125,7 +125,7 @@ class Config:
         known = {**_installed_sections(), **used} if given.keys() - used.keys() else used
         for name in given:
             if name not in known:
-                raise UserError(f"unknown section '{name}': {nearest(name, known)}")
+                raise UserError(f"unknown section '{name}': no part of this config has it; {nearest(name, known)}")
         sections = {
             name: build(kind, given.get(name, {}), f"{name}.")
             for name, kind in known.items()
@@ -167,6 +167,11 @@ class Config:
     def replace(self, **changes: Any) -> Config:
         """A checked copy with some keys changed; dotted keys go in a dict: `replace(**{"mlp.width": 64})`."""
         values = self.to_dict()
+        if "callbacks" in changes:  # settings of those that are dropped go with them
+            from dynafed.callbacks import CALLBACKS
+
+            dropped = [CALLBACKS.load(name) for name in self.callbacks if name not in changes["callbacks"]]
+            values = {key: value for key, value in values.items() if key not in _section_types(dropped)}
         for key, value in changes.items():
             _put(values, key, value)
         return Config.from_dict(values)

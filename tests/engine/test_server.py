@@ -185,3 +185,35 @@ def test_fedadam_s_state_stays_finite() -> None:
     assert outcome.server is server
     assert outcome.rejected[0]["client"] == 4
     assert "fedadam returned something that isn't finite" in outcome.rejected[0]["reason"]
+
+
+class Wordy(Method):
+    """Returns metrics as a user might."""
+
+    name = "test-wordy"
+    metrics: Any = {}  # noqa: RUF012
+
+    def server_step(self, model: Tree, state: Tree, server: ServerContext) -> Any:
+        return model if self.metrics is None else ServerOutput(model, state, self.metrics)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"norm": torch.ones(2)}, "test-wordy returned the metric 'norm' as a Tensor: metrics are numbers"),
+        ({"round": 77.0}, "test-wordy returned the metric 'round', which is the engine's own"),
+        (None, "test-wordy's server_step must return a ServerOutput, not a dict"),
+    ],
+)
+def test_metrics_are_numbers_with_names_of_their_own(metrics: Any, words: str) -> None:
+    Wordy.metrics = {"norm": torch.tensor(3.0), "count": 2, "by": {"a": torch.tensor(1)}}
+    try:
+        federation = Federation.create(tiny(method="test-wordy"), train=TRAIN, test=TEST)
+    finally:
+        methods.METHODS.remove("test-wordy")
+    outcome = server_update(federation.server_side, SENT, {}, [update(0, 1.0)])
+    assert outcome.metrics == {"train_loss": 1.0, "norm": 3.0, "count": 2, "by": {"a": 1}}
+    Wordy.metrics = metrics
+    with pytest.raises(UserError, match=words):
+        server_update(federation.server_side, SENT, {}, [update(0, 1.0)])
+    methods.METHODS.add("test-wordy", Wordy)

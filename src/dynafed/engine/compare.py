@@ -54,6 +54,7 @@ def compare(
     rows = []
     for (method, varied), job in zip(grid, jobs, strict=True):
         label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
+        label = label.replace(":", "_").replace("/", "_")
         summaries = [_run_once(one, out / label / f"seed-{one.seed}", callbacks) for one in job]
         rows.append({"method": method, **varied, "seeds": list(seeds), **_over_seeds(summaries)})
         _note(out / "compare.json", rows[-1], ("method", *vary))

@@ -7,6 +7,7 @@ sample clients -> Broadcast -> local_update (each client) -> Update -> server st
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from dynafed.synthesis.quality import evidence_for
 from dynafed.tree import Tree
 
 T = TypeVar("T")
+
+log = logging.getLogger("dynafed")
 
 Callbacks = Sequence[Callback | Callable[..., Any]]
 
@@ -90,18 +93,18 @@ def run(
     place of the one that the config names as `engine`.
     """
     federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
-    followers = make_callbacks(federation.config, callbacks)
+    told = make_callbacks(federation.config, callbacks)
     path = Path(out) if out is not None else new_folder(f"{federation.config.method}-{federation.config.dataset}")
-    trainer = (backend or BACKENDS.load(federation.config.engine))(federation, path)
+    chosen = (backend or BACKENDS.load(federation.config.engine))(federation, path)
     with lock_folder(make_folder(path)):
         if (path / "config.toml").exists():
             raise UserError(
                 f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder"
             )
-        state = RunState.initial(federation, trainer, path)
+        state = RunState.initial(federation, chosen, path)
         write_json(path / "partition.json", class_distribution(federation))
         write_bytes(path / "config.toml", federation.config.to_toml().encode())
-        return _run_rounds(federation, path, state, [], followers, trainer)
+        return _run_rounds(federation, path, state, [], told, chosen)
 
 
 def resume(
@@ -117,8 +120,9 @@ def resume(
 ) -> Result:
     """Continue a run from its last checkpoint; it ends with the same bits as if it had never stopped.
 
-    What was given to `run` in Python must be given again. `changes` may set how it is executed: `engine`, `workers`,
-    `device`, `data_dir`; and more `rounds`.
+    What was given to `run` in Python must be given again. `changes` may set how it is executed (`engine`, `workers`,
+    `device`, `data_dir`, `callbacks`, ...), and more `rounds`. With more rounds, a cosine schedule changes its
+    course, and what was the last round before stays evaluated.
     """
     path = Path(path)
     if not (path / "config.toml").is_file():
@@ -130,22 +134,26 @@ def resume(
             raise UserError(f"'{key}' decides the run's result and can't change when it is resumed: start a new run")
     if config.rounds < before.rounds:
         raise UserError(f"rounds = {config.rounds} is less than the run's own {before.rounds}")
+    if config.rounds > before.rounds and config.schedule == "cosine":
+        log.warning(
+            "schedule = 'cosine' depends on rounds: the rates from here on are those of %d rounds", config.rounds
+        )
     federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
-    if before.kernels == "own" != federation.config.kernels:
+    if before.kernels == "own" and federation.config.kernels != "own":
         raise UserError(
             f"{path} was computed with our own kernels, which can't be compiled here (or DYNAFED_KERNELS forbids "
             "them), and torch's round otherwise: install a C++ compiler (or set CXX), or resume it on the machine "
             "where it began"
         )
-    followers = make_callbacks(federation.config, callbacks)
-    trainer = (backend or BACKENDS.load(federation.config.engine))(federation, path)
+    told = make_callbacks(federation.config, callbacks)
+    chosen = (backend or BACKENDS.load(federation.config.engine))(federation, path)
     with lock_folder(path):
-        state = checkpoint.load(path, federation, trainer)
+        state = checkpoint.load(path, federation, chosen)
         history = [record for record in read_metrics(path) if record["round"] <= state.round]
         if len(history) < state.round:
             raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
         write_bytes(path / "config.toml", federation.config.to_toml().encode())
-        return _run_rounds(federation, path, state, history, followers, trainer)
+        return _run_rounds(federation, path, state, history, told, chosen)
 
 
 def _run_rounds(
@@ -175,16 +183,23 @@ def _run_rounds(
                 callbacks.tell("on_round_begin", run, state.round + 1)
                 on_result = partial(callbacks.tell, "on_client_result", run)
                 state, record = one_round(federation, state, backend, runtime, on_result)
-                run.round, run.model = state.round, state.final_model
                 history.append(json.loads(json.dumps(record)))
+                run.round, run.model = state.round, state.final_model
                 callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
                     callbacks.tell("on_checkpoint", run, checkpoint.save(path, federation, state))
         except Exception as error:
-            checkpoint.save(path, federation, state)
             failure = _explained(error, path)
+            try:
+                checkpoint.save(path, federation, state)
+            except Exception as second:  # a full disk, say: what went wrong first still matters most
+                failure.add_note(f"and the checkpoint couldn't be written: {type(second).__name__}: {second}")
             callbacks.tell_failure(run, failure)
-            raise failure from (None if failure is not error else error.__cause__)
+            if failure is error:
+                raise
+            raise failure from None
+    if not history:
+        raise UserError(f"the run was stopped before its first round: {run.stopped}")
     summary = summarize(federation, history, spent + time.perf_counter() - began, run.stopped)
     write_json(path / "summary.json", summary)
     write_report([path])
@@ -200,7 +215,7 @@ def _explained(error: Exception, path: Path) -> BaseException:
     if isinstance(error, WorkerDied):
         return WorkerDied(f"{error}; continue with: {resume_command(path)}")
     if not isinstance(error, UserError):
-        error.add_note(f"the run's state is saved; continue with: {resume_command(path)}")
+        error.add_note(f"continue with: {resume_command(path)}")
     return error
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from dynafed import tree
 from dynafed.engine.federation import ServerSide
+from dynafed.errors import UserError
 from dynafed.messages import Broadcast, Update, validate_finite, validate_setup, validate_update
-from dynafed.methods import Mean, ServerRuntime
+from dynafed.methods import Mean, ServerOutput, ServerRuntime
 from dynafed.tree import Tree
 
 
@@ -126,9 +127,36 @@ def server_update(
         means = extras[step.name].mean() if step.name in extras else {}
         seen = replace(context, average=combined.model, extras=means, participants=len(accepted), updates=kept)
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
+        if not isinstance(output, ServerOutput):
+            raise UserError(f"{step.name}'s server_step must return a ServerOutput, not a {type(output).__name__}")
         if reason := validate_finite(output.model) or validate_finite(output.state):
             return unchanged(f"{step.name} returned something that isn't finite ({reason}); this update is the largest")
         model, served = output.model, output.served
         states[step.name] = output.state
-        metrics |= output.metrics
+        metrics |= _checked_metrics(step.name, output.metrics)
     return RoundOutcome(combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served)
+
+
+RESERVED = {
+    *("round", "lr", "dropped", "rejected", "clients", "repeats", "skipped", "watch", "bytes_up", "bytes_down"),
+    *("train_loss", "accuracy", "loss", "accuracy_raw", "loss_raw", "accuracy_before_refine"),
+    *("seconds", "seconds_local", "seconds_server", "seconds_clients", "seconds_eval"),
+}
+"""Keys of a round's record that are the engine's own."""
+
+
+def _checked_metrics(method: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's metrics as JSON can hold them; refused if they take a key of the engine's, or aren't numbers."""
+    if taken := RESERVED & metrics.keys():
+        raise UserError(f"{method} returned the metric '{min(taken)}', which is the engine's own: give it another name")
+    return {name: _plain(method, name, value) for name, value in metrics.items()}
+
+
+def _plain(method: str, name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(method, name, each) for key, each in value.items()}
+    if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
+        value = value.item()
+    if not isinstance(value, int | float | str):
+        raise UserError(f"{method} returned the metric '{name}' as a {type(value).__name__}: metrics are numbers")
+    return value

@@ -79,6 +79,7 @@ class ClientContext:
     y: Tensor
     """All of the client's samples, normalized, and their labels."""
     steps: int
+    """Local steps of this round."""
     lr: float
     rng: np.random.Generator
     """The method's own random stream, for `prepare` and `sample_step`; the order of the batches has another."""
@@ -111,7 +112,7 @@ class ServerRuntime:
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
     """Shows how far a piece of work is."""
     threads: int = 0
-    """That server work may use (0: one a core); their number changes no bit."""
+    """Threads that server work may use (0: one a core); their number changes no bit."""
     measure: Callable[..., Any] | None = None
     """Measures D_syn against real samples, which only a simulation has; None unless `dynafed.evidence` asks for it."""
 
@@ -132,6 +133,7 @@ class ServerContext:
     extras: Tree = field(default_factory=dict)
     """The uniform mean of what the clients' halves of this method sent."""
     participants: int = 0
+    """Accepted updates in this round."""
     updates: Sequence[Update] = ()
     """Every accepted update, if the method needs client models; else empty."""
 
@@ -144,13 +146,13 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class ServerOutput:
-    """A server half's result: the new model, its own new state, and numbers for metrics.jsonl."""
+    """A server half's result: the new model, its own new state (tensors), and numbers for metrics.jsonl."""
 
     model: Tree
     state: Tree
     metrics: Mapping[str, float] = field(default_factory=dict)
     served: Tree | None = None
-    """What is evaluated and served in the model's place, which is still what the clients get next; None: the model."""
+    """A model that is evaluated and served instead of `model`; the clients still get `model`. None: `model` itself."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Method:
     zero_means_fedavg: ClassVar[tuple[str, ...]] = ()
     """Settings that, all at 0, make local training that of FedAvg."""
     ignores_weighting: ClassVar[bool] = True
-    """Whether a combiner of its own has weights of its own, so that `weighting = "examples"` would have no effect."""
+    """For methods with a `combiner`: whether it has weights of its own, so that `weighting` would have no effect."""
 
     def __init_subclass__(cls) -> None:
         if vars(cls).get("name"):

@@ -103,7 +103,11 @@ class DynaFed(Method):
     def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The state before round 1."""
         if self.config.rounds <= self.settings.trajectory:
-            log.warning("rounds = %d leaves none after dynafed.trajectory to refine in", self.config.rounds)
+            log.warning(
+                "no synthesis is used: rounds = %d isn't more than dynafed.trajectory = %d",
+                self.config.rounds,
+                self.settings.trajectory,
+            )
         return self.algorithm.initial(_synthesis_problem(problem, ServerRuntime()), model)
 
     def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:

@@ -1,4 +1,4 @@
-"""FedNova: clients that take more steps don't count more; each one's way is divided by its steps before averaging.
+"""FedNova: clients that take more steps don't count more; each update is divided by its steps before averaging.
 
 Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020.
 """
@@ -21,7 +21,7 @@ class FedNova(Method):
     """
 
     name = "fednova"
-    summary = "averages each client's way per local step, then scales it by the mean number of steps"
+    summary = "averages each client's update per local step, then scales it by the mean number of steps"
     citation = "Wang et al., NeurIPS 2020"
     ignores_weighting = False
 
@@ -32,7 +32,7 @@ class FedNova(Method):
 
 
 class NormalizedMean:
-    """Two running sums: of the clients' normalized ways, and of their a_i. Buffers are averaged as they are."""
+    """Two running sums: of the clients' normalized updates, and of their a_i. Buffers are averaged as they are."""
 
     def __init__(self, start: Tree, trainable: tuple[str, ...], weighting: str, momentum: float) -> None:
         self.start, self.trainable, self.momentum = start, trainable, momentum
@@ -40,15 +40,15 @@ class NormalizedMean:
         self.effective_steps = 0.0
 
     def add(self, update: Update) -> None:
-        """Add one client's way, divided by a_i."""
+        """Add one client's update, divided by a_i."""
         scale = accumulated_weight(update.steps, self.momentum)
-        ways = {name: (update.model[name].double() - self.start[name].double()) / scale for name in self.trainable}
+        deltas = {name: (update.model[name].double() - self.start[name].double()) / scale for name in self.trainable}
         weight = self.mean.weight(update)
-        self.mean.add_tree({**update.model, **ways}, weight)
+        self.mean.add_tree({**update.model, **deltas}, weight)
         self.effective_steps += weight * scale
 
     def result(self) -> Combined:
-        """The global model moved by the mean way times tau_eff, which goes to the metrics."""
+        """The global model moved by the mean update times tau_eff, which goes to the metrics."""
         mean, effective = self.mean.mean(), self.effective_steps / self.mean.total
         moved = {
             name: (self.start[name].double() + effective * mean[name]).to(self.start[name].dtype)

@@ -1,4 +1,4 @@
-"""Server optimizers: the way from the old global model to the clients' average is a gradient to step along.
+"""Server optimizers: the difference of the clients' average and the old global model is a gradient to step along.
 
 Reddi et al., Adaptive Federated Optimization, ICLR 2021.
 """

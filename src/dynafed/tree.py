@@ -52,6 +52,11 @@ def sorted_by_name(tree: Mapping[str, Tensor]) -> Tree:
     return {name: tree[name] for name in sorted(tree)}
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype; what was averaged of whole numbers becomes the nearest one."""
+    return (tensor.round() if tensor.is_floating_point() and not dtype.is_floating_point else tensor).to(dtype)
+
+
 def max_abs(tree: Mapping[str, Tensor]) -> float:
     """The largest absolute value of all numbers in floating point."""
     return max((float(t.abs().max()) for t in tree.values() if t.is_floating_point() and t.numel()), default=0.0)

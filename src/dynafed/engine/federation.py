@@ -108,12 +108,12 @@ class Federation:
     @cached_property
     def server_side(self) -> ServerSide:
         """What the server's machine has."""
-        held = self._rows(self.server_rows) if len(self.server_rows) else None
+        held = self.training_rows(self.server_rows) if len(self.server_rows) else None
         return ServerSide(self.config, self.methods, TransformChain.of(self.config), self.problem, held)
 
     def client(self, client: int) -> ClientView:
         """One client with its own data."""
-        return ClientView(client, self.problem, *self._rows(self.partition[client]))
+        return ClientView(client, self.problem, *self.training_rows(self.partition[client]))
 
     def has_data(self, client: int) -> bool:
         """Whether a client holds any samples."""
@@ -126,16 +126,13 @@ class Federation:
     def evaluation_data(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """A slice of the split that accuracy is measured on."""
         if self.config.evaluate == "validation":
-            return self._rows(self.validation_rows[start:stop])
+            return self.training_rows(self.validation_rows[start:stop])
         device = self.problem.device
         x = self.dataset.normalize(self.dataset.test_x[start:stop].to(device))
         return x, self.dataset.test_y[start:stop].to(device)
 
     def training_rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Samples of the training split, whoever holds them; for a simulation's own measurements."""
-        return self._rows(rows)
-
-    def _rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Samples of the training split, normalized, on the device, and their labels."""
         index, device = torch.from_numpy(rows), self.problem.device
         x = self.dataset.normalize(self.dataset.ready.index_select(0, index).to(device))
         return x, self.dataset.train_y[index].to(device)

@@ -21,7 +21,7 @@ from dynafed.methods.dynafed import Algorithm
 from dynafed.seeds import Seeds
 from dynafed.synthesis import DynaFedSettings
 from dynafed.synthesis.problem import SynthesisProblem
-from dynafed.tree import Tree
+from dynafed.tree import Tree, cast
 
 log = logging.getLogger("flwr")
 
@@ -103,7 +103,7 @@ class Refiner:
         if refined.model is not model:
             log.info("DynaFed: the aggregate of round %d is fine-tuned on D_syn", server_round)
             aggregate = {name: refined.model[self.tied[name]] for name in aggregate}
-        result = {name: _cast(aggregate[name], dtype) for name, dtype in self.sent_dtypes.items()}
+        result = {name: cast(aggregate[name], dtype) for name, dtype in self.sent_dtypes.items()}
         if self._is_list(arrays):
             result = {str(number): result[name] for number, name in enumerate(self.module_tensors)}
         return to_record(result)
@@ -124,15 +124,10 @@ class Refiner:
     def _to_module(self, model: Tree) -> Tree:
         """In the module's own dtypes, each tied tensor once."""
         return {
-            name: _cast(model[name], self.module_tensors[name].dtype)
+            name: cast(model[name], self.module_tensors[name].dtype)
             for name, first in self.tied.items()
             if name == first
         }
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype; what was averaged of whole numbers becomes the nearest one."""
-    return (tensor.round() if tensor.is_floating_point() and not dtype.is_floating_point else tensor).to(dtype)
 
 
 def _log_progress(what: str, done: int, total: int) -> None:

@@ -84,8 +84,4 @@ def _mean(models: Iterable[Tree]) -> Tree:
 
 def _divided(state: Tree, like: Tree) -> Tree:
     """The mean in the model's own dtypes; whole-number buffers are rounded."""
-    means = {name: state[f"sum/{name}"] / state["weight"] for name in like}
-    return {
-        name: (mean if like[name].is_floating_point() else mean.round()).to(like[name].dtype)
-        for name, mean in means.items()
-    }
+    return {name: tree.cast(state[f"sum/{name}"] / state["weight"], own.dtype) for name, own in like.items()}

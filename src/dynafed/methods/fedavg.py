@@ -9,7 +9,7 @@ import torch
 
 from dynafed.messages import Update
 from dynafed.methods.base import Combined, Method
-from dynafed.tree import Tree
+from dynafed.tree import Tree, cast
 
 
 class FedAvg(Method):
@@ -52,8 +52,4 @@ class Mean:
 
     def mean(self) -> Tree:
         """The mean, in the trees' own dtypes; whole-number buffers are rounded."""
-        means = {name: total / self.total for name, total in self.sums.items()}
-        return {
-            name: (mean if self.dtypes[name].is_floating_point else mean.round()).to(self.dtypes[name])
-            for name, mean in means.items()
-        }
+        return {name: cast(total / self.total, self.dtypes[name]) for name, total in self.sums.items()}

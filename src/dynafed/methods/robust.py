@@ -15,7 +15,7 @@ from torch import Tensor
 from dynafed.messages import Update
 from dynafed.methods.base import Combined, Combiner, Method, Needs, ServerContext
 from dynafed.settings import setting
-from dynafed.tree import Tree, map_tensors
+from dynafed.tree import Tree, cast, map_tensors
 
 
 class Gathered:
@@ -93,6 +93,6 @@ def trimmed(models: list[Tree], cut: int) -> Tree:
 
     def combine(*values: Tensor) -> Tensor:
         middle = torch.stack(values).sort(0).values[cut : len(values) - cut].to(torch.float64).mean(0)
-        return (middle if values[0].is_floating_point() else middle.round()).to(values[0].dtype)
+        return cast(middle, values[0].dtype)
 
     return map_tensors(combine, *models)

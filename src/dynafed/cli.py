@@ -294,13 +294,15 @@ def _methods(args: argparse.Namespace) -> None:
     from dynafed.methods import METHODS
 
     def described(name: str, kind: type[Method]) -> dict[str, Any]:
+        if not args.json:
+            return {"name": name, "summary": kind.summary, "needs": kind.needs}
         # The extra bytes are those of the default config: the MLP on fmnist-mini, 80 clients.
         samples = 100 if kind.needs.server_data else 0
         sent = traffic(Federation.create(Config.load(None, {"method": name, "server_samples": samples})))
         return {
             "name": name,
             "summary": kind.summary,
-            "needs": settings.plain(kind.needs) if args.json else kind.needs,
+            "needs": settings.plain(kind.needs),
             "bytes_up": sent.up,
             "bytes_down": sent.down,
             "bytes_once": sent.once,
@@ -309,10 +311,9 @@ def _methods(args: argparse.Namespace) -> None:
         }
 
     listed = [described(name, METHODS.load(name)) for name in sorted(METHODS.names())]
-    _list(listed, args.json, ("name", "summary", "needs", "bytes_up", "bytes_down", "bytes_once", "citation"))
+    _list(listed, args.json, ("name", "summary", "needs"))
     if not args.json:
-        out.print("Bytes beside the model, for the MLP on fmnist-mini: up from and down to each client in a round, and")
-        out.print("once from all 80 clients together before round 1.")
+        out.print("With --json: citations, settings, and what each method sends beside the model.")
 
 
 def _datasets(args: argparse.Namespace) -> None:

@@ -112,6 +112,10 @@ def fused_epoch(params: Sequence[Tensor], optimizer: optim.Optimizer) -> TrainEp
     return kernels.MLPTraining(params, optimizer)
 
 
+known_weight_gradients = kernels.weight_gradients_known
+"""A context in which our kernels leave the weights' own gradients at zero: only derivatives of them are wanted."""
+
+
 def accelerate_synthesis(network: nn.Module, gradients: int) -> nn.Module:
     """A network for a synthesis of so many samples' gradients: on our kernels, if that is worth it."""
     found = kernels.coverage(network)

@@ -15,8 +15,9 @@ from dynafed.kernels import structure
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
 from dynafed.kernels.mlp import MLPTraining
+from dynafed.kernels.ops import weight_gradients_known
 
-__all__ = ["Coverage", "MLPTraining", "accelerate", "coverage"]
+__all__ = ["Coverage", "MLPTraining", "accelerate", "coverage", "weight_gradients_known"]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.errors import UserError
-from dynafed.execution import available_cores, chunk_size, single_thread
-from dynafed.kernels.ops import weight_gradients_known
+from dynafed.execution import available_cores, chunk_size, known_weight_gradients, single_thread
 from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.settings import DISTANCES
 from dynafed.tree import Tree
@@ -113,7 +112,7 @@ class InnerProblem:
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
             loss = self.loss(model, leaves, part, labels)
-            with weight_gradients_known():
+            with known_weight_gradients():
                 grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
             inputs, along = [*leaves.values(), part, labels], [direction[name] for name in leaves]
             # Some derivatives don't exist, such as those of a linear part of the network.

@@ -72,15 +72,19 @@ def trajectory(config: Config, folder: Path) -> list[Tree]:
     return [tree.unnest(tree.unpack(file.read_bytes()))["model"] for file in files]
 
 
-def main(preset: str) -> None:
-    """Run what is missing."""
+def prepare(preset: str, kind: str) -> tuple[Federation, list[Tree], Path, dict[str, Any]]:
+    """The federation, its FedAvg models on validation data, the file of the results, and those that are there."""
     validated = {"method": "fedavg", "validation_samples": 5000, "evaluate": "validation", "rounds": ROUNDS}
     config = Config.load(preset, validated | {"checkpoint_every": 1, "keep_checkpoints": ROUNDS})
-    path = trajectory(config, Path("runs") / f"ablation-{preset}")
-    file = Path(__file__).parent / "results" / f"ablation-{preset}.json"
-    rows = json.loads(file.read_text()) if file.exists() else {}
+    models = trajectory(config, Path("runs") / f"ablation-{preset}")
+    file = Path(__file__).parent / "results" / f"{kind}-{preset}.json"
     torch.set_num_threads(1)
-    federation = Federation.create(config)
+    return Federation.create(config), models, file, json.loads(file.read_text()) if file.exists() else {}
+
+
+def main(preset: str) -> None:
+    """Run what is missing."""
+    federation, path, file, rows = prepare(preset, "ablation")
     network, seeds = federation.problem.model, federation.problem.seeds
     before = [evaluate(federation, model)[0] for model in path[RECORDED:]]
     made: dict[str, Any] = {}

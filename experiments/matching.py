@@ -17,11 +17,10 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from ablation import RECORDED, ROUNDS, trajectory
+from ablation import RECORDED, prepare
 
 from dynafed import Config, tree
 from dynafed.engine.backend import evaluate
@@ -88,13 +87,7 @@ def _average(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def main(preset: str, iterations: str = "0", *variants: str) -> None:
     """Run what is missing."""
-    validated = {"method": "fedavg", "validation_samples": 5000, "evaluate": "validation", "rounds": ROUNDS}
-    config = Config.load(preset, validated | {"checkpoint_every": 1, "keep_checkpoints": ROUNDS})
-    models = trajectory(config, Path("runs") / f"ablation-{preset}")
-    file = Path(__file__).parent / "results" / f"matching-{preset}.json"
-    rows = json.loads(file.read_text()) if file.exists() else {}
-    torch.set_num_threads(1)
-    federation = Federation.create(config)
+    federation, models, file, rows = prepare(preset, "matching")
     network, seeds = federation.problem.model, federation.problem.seeds
     shape, classes = federation.dataset.shape, federation.dataset.classes
     invariances = find_invariances(network, shape)

@@ -11,7 +11,6 @@ A callback can end the run with `run.stop(reason)`. One that raises ends it, too
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynafed.errors import UserError
-from dynafed.registry import Registry
+from dynafed.registry import Registry, required_arguments
 from dynafed.settings import setting
 
 if TYPE_CHECKING:
@@ -91,12 +90,7 @@ class RoundFunction(Callback):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # some built-in callables have none
-            parameters = ()  # type: ignore[assignment]
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.takes_run = sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
+        self.takes_run = required_arguments(function) > 1
 
     def on_round_end(self, run: RunContext, record: Record) -> None:
         """Call the function."""

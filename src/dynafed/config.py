@@ -168,10 +168,9 @@ class Config:
         """A checked copy with some keys changed; dotted keys go in a dict: `replace(**{"mlp.width": 64})`."""
         values = self.to_dict()
         if "callbacks" in changes:  # settings of those that are dropped go with them
-            from dynafed.callbacks import CALLBACKS
-
-            dropped = [CALLBACKS.load(name) for name in self.callbacks if name not in changes["callbacks"]]
-            values = {key: value for key, value in values.items() if key not in _section_types(dropped)}
+            dropped = [name for name in self.callbacks if name not in changes["callbacks"]]
+            gone = dataclasses.replace(self, callbacks=tuple(dropped))._callback_sections()
+            values = {key: value for key, value in values.items() if key not in gone}
         for key, value in changes.items():
             _put(values, key, value)
         return Config.from_dict(values)
@@ -207,21 +206,19 @@ class Config:
         }
 
     def is_execution(self, key: str) -> bool:
-        """Whether a key decides only how a run is executed: one that is marked so, or a callback's."""
+        """Whether a key, or a whole section, decides only how a run is executed: one marked so, or a callback's."""
+        return key in EXECUTION_KEYS or key.partition(".")[0] in self._callback_sections()
+
+    def _callback_sections(self) -> dict[str, type[Any]]:
         from dynafed.callbacks import CALLBACKS
 
-        section, dot, _ = key.partition(".")
-        return key in EXECUTION_KEYS or (
-            bool(dot) and section in _section_types([CALLBACKS.load(name) for name in self.callbacks])
-        )
+        return _section_types([CALLBACKS.load(name) for name in self.callbacks])
 
     def deciding(self) -> dict[str, Any]:
         """What decides the result: not how it is executed, nor settings of parts that aren't used."""
         unused = self.sections.keys() - self.used_sections().keys()
-        values = {key: value for key, value in self.to_dict().items() if key not in unused}
-        kept = {
-            key: value for key, value in values.items() if not self.is_execution(key if key in _KEYS else f"{key}.")
-        }
+        values = self.to_dict().items()
+        kept = {key: value for key, value in values if key not in unused and not self.is_execution(key)}
         if not self.update_transforms:  # folders of older runs don't know the key
             del kept["update_transforms"]
         return kept
@@ -251,8 +248,6 @@ class Config:
 
 EXECUTION_KEYS = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("execution"))
 """Keys that decide how a run is executed, not what it computes."""
-
-_KEYS = frozenset(field.name for field in dataclasses.fields(Config))
 
 
 def _section_types(parts: list[Any]) -> dict[str, type[Any]]:

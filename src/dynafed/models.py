@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynafed.errors import UserError, first_line
-from dynafed.registry import Registry
+from dynafed.registry import Registry, required_arguments
 from dynafed.settings import setting
 
 if TYPE_CHECKING:
@@ -190,13 +189,7 @@ def from_factory(factory: Factory, shape: Shape, classes: int, name: str = "") -
             f"model{named} must be a function that makes a fresh torch.nn.Module, not a {type(factory).__name__}"
         )
     try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # a few built-in callables don't tell
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [one for one in parameters if one.default is one.empty and one.kind in positional]
-    try:
-        model = factory(shape, classes) if len(required) == 2 else factory()
+        model = factory(shape, classes) if required_arguments(factory) == 2 else factory()
     except UserError:
         raise
     except Exception as error:  # it is the user's code: whatever it raises is what they need to know

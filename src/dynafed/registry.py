@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -112,3 +113,13 @@ def _same_origin(one: Any, other: Any) -> bool:
 
 def _origin(part: Any) -> str:
     return f"{getattr(part, '__module__', '?')}.{getattr(part, '__qualname__', type(part).__qualname__)}"
+
+
+def required_arguments(function: Any) -> int:
+    """How many arguments must be given by position; 0 for the few built-in callables that don't tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.default is one.empty and one.kind in positional for one in parameters)

@@ -90,13 +90,7 @@ def _read(name: str, spec: DatasetSpec, folder: Path | None) -> Dataset:
             f"{path} has samples of shape {dataset.shape} in {dataset.classes} classes, "
             f"but {spec.name} has {spec.shape} in {spec.classes}: replace it"
         )
-    return replace(
-        dataset,
-        classes=spec.classes,
-        class_names=spec.class_names,
-        mean=spec.mean or dataset.mean,
-        std=spec.std or dataset.std,
-    )
+    return _described(dataset, spec)
 
 
 def _checked(name: str, made: Any) -> Dataset:
@@ -114,13 +108,13 @@ def _checked(name: str, made: Any) -> Dataset:
             f"dataset = '{name}' has labels up to {valid.classes - 1}, classes = {made.classes} and "
             f"{len(made.class_names)} class names: make them agree"
         )
-    return replace(
-        valid,
-        classes=made.classes,
-        class_names=made.class_names,
-        mean=made.mean or valid.mean,
-        std=made.std or valid.std,
-    )
+    return _described(valid, made)
+
+
+def _described(dataset: Dataset, by: Dataset | DatasetSpec) -> Dataset:
+    """These arrays with the classes and the normalization of `by`; mean and std stay as measured if it has none."""
+    mean, std = by.mean or dataset.mean, by.std or dataset.std
+    return replace(dataset, classes=by.classes, class_names=by.class_names, mean=mean, std=std)
 
 
 def _row(name: str, folder: Path | None) -> dict[str, Any]:

@@ -94,8 +94,9 @@ def run(
     """
     federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
     told = make_callbacks(federation.config, callbacks)
+    make_backend = backend or BACKENDS.load(federation.config.engine)
     path = Path(out) if out is not None else new_folder(f"{federation.config.method}-{federation.config.dataset}")
-    chosen = (backend or BACKENDS.load(federation.config.engine))(federation, path)
+    chosen = make_backend(federation, path)
     with lock_folder(make_folder(path)):
         if (path / "config.toml").exists():
             raise UserError(

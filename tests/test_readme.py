@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dynafed
-from dynafed.cli import _parser
+from dynafed.cli import make_parser
 from dynafed.methods import METHODS
 from dynafed.settings import describe
 from dynafed.synthesis import DynaFedSettings
@@ -43,7 +43,7 @@ def test_commands_parse() -> None:
     commands = re.findall(r"^\$ dynafed (.*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
     assert commands
     for command in commands:
-        _parser().parse_args(command.split())
+        make_parser().parse_args(command.split())
 
 
 @pytest.mark.parametrize("page", sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))), ids=lambda page: page.name)

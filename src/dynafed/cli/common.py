@@ -1,0 +1,86 @@
+"""What several commands share: consoles, arguments, tables.
+
+What a command needs is imported when it runs: `dynafed --help` shouldn't wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from dynafed.config import Config
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What commands are added to."""
+
+out, err = (Console(stderr=to_err, soft_wrap=True, emoji=False, markup=False) for to_err in (False, True))
+
+
+def add_command(
+    commands: Commands, name: str, command: Callable[[argparse.Namespace], None], about: str
+) -> argparse.ArgumentParser:
+    """A new command, whose arguments are then added to what is returned."""
+    added = commands.add_parser(name, help=about, description=about)
+    added.set_defaults(command=command)
+    return added
+
+
+def add_override_argument(to: argparse.ArgumentParser, about: str) -> None:
+    """`-s KEY=VALUE`, as often as one likes."""
+    to.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def add_config_arguments(to: argparse.ArgumentParser) -> None:
+    """Which config, with what changed, and where the files go; read by `load_config`."""
+    to.add_argument("source", nargs="?", metavar="PRESET|FILE.toml", help="default: demo")
+    add_override_argument(to, "change a key, such as alpha=0.01")
+    to.add_argument("--out", metavar="DIR", help="where the files go (default: a new folder in runs/)")
+
+
+def add_execution_arguments(to: argparse.ArgumentParser) -> None:
+    """How it is executed and printed; read by `execution_overrides`."""
+    to.add_argument("--data-dir", metavar="DIR", help="where the datasets are (default: $DYNAFED_DATA)")
+    to.add_argument("--engine", metavar="NAME", help="what trains the clients (default: local, processes of our own)")
+    to.add_argument("--workers", type=int, metavar="N", help="processes; any number gives the same result")
+    to.add_argument("--json", action="store_true", help="print one JSON object, the summary, and nothing else")
+    to.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The config that the arguments name, with their changes."""
+    from dynafed.config import Config, parse_override
+
+    changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
+    return Config.load(args.source or "demo", changes)
+
+
+def execution_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The config keys that `--engine`, `--workers` and `--data-dir` set."""
+    changes: dict[str, Any] = {}
+    for key in ("engine", "workers"):
+        if getattr(args, key) is not None:
+            changes[key] = getattr(args, key)
+    if args.data_dir is not None:
+        changes["data_dir"] = str(Path(args.data_dir).absolute())
+    return changes
+
+
+def print_rows(rows: Any, as_json: bool, columns: Sequence[str] = ()) -> None:
+    """Print rows, which are dicts, as a table or as one JSON object."""
+    if as_json:
+        print(json.dumps({"items": rows} if isinstance(rows, list) else rows))
+        return
+    columns = columns or list(rows[0])
+    table = Table()
+    for column in columns:
+        table.add_column(column, no_wrap=column == columns[0])
+    for row in rows:
+        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+    out.print(table)

@@ -1,0 +1,54 @@
+"""`dynafed data check` and `dynafed data fetch`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dynafed.cli.common import Commands, add_command, err, print_rows
+from dynafed.errors import UserError
+
+
+def register(commands: Commands) -> None:
+    """Add the commands."""
+    datas = commands.add_parser("data", help="Check or fetch a dataset.").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    for name, command, about in (
+        ("check", _check, "Load a dataset and say what was found."),
+        ("fetch", _fetch, "Download a dataset's official files."),
+    ):
+        each = add_command(datas, name, command, about)
+        each.add_argument("name", metavar="NAME")
+        each.add_argument("--data-dir", default="", metavar="DIR")
+        each.add_argument("--json", action="store_true")
+
+
+def _check(args: argparse.Namespace) -> None:
+    from dynafed import data
+    from dynafed.config import data_folder
+
+    found = data.check(args.name, data_folder(args.data_dir))
+    print_rows([{"what": key, "value": value} for key, value in found.items()] if not args.json else found, args.json)
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from dynafed import data
+    from dynafed.config import data_folder
+
+    folder = Path(args.data_dir) if args.data_dir else data_folder()
+    if folder is None:
+        raise UserError("data fetch needs a folder: --data-dir DIR, or the variable DYNAFED_DATA")
+    with Progress(console=err, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file, total=total)
+            bar.update(tasks[file], completed=done)
+
+        where = data.fetch(args.name, folder, show)
+    print_rows([{"name": args.name, "where": str(where)}], args.json)

@@ -1,0 +1,81 @@
+"""`dynafed synthesize`: the synthesis alone, from checkpoints of any origin."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dynafed.cli.common import Commands, add_command, add_override_argument, err, out
+from dynafed.errors import UserError
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    alone = add_command(commands, "synthesize", _synthesize, "Synthesize samples from a folder of checkpoints alone.")
+    alone.add_argument("--trajectory", required=True, metavar="DIR", help="safetensors files, oldest first by name")
+    alone.add_argument("--model", required=True, metavar="NAME", help="convnet, mlp, ... or package.module:factory")
+    alone.add_argument("--shape", required=True, metavar="C,H,W", help="of one sample, such as 1,28,28")
+    alone.add_argument("--classes", required=True, type=int, metavar="N")
+    alone.add_argument("--out", required=True, metavar="FILE", type=Path, help="synthetic.safetensors")
+    alone.add_argument("--seed", type=int, default=0)
+    add_override_argument(alone, "such as dynafed.samples=150, mlp.width=64")
+    alone.add_argument("--json", action="store_true")
+    alone.add_argument("-v", "--verbose", action="store_true")
+
+
+def _synthesize(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from dynafed import models
+    from dynafed.config import Config, parse_override
+    from dynafed.engine.stopping import Stopped, StopSignal
+    from dynafed.seeds import Seeds
+    from dynafed.synthesis import DynaFedSettings, synthesize
+
+    config = Config.load(None, dict(parse_override(text) for text in args.set) | {"model": args.model})
+    try:
+        shape = tuple(int(side) for side in args.shape.split(","))
+    except ValueError:
+        raise UserError(f"--shape {args.shape}: expected whole numbers such as 1,28,28") from None
+    if min(shape) < 1 or args.classes < 2:
+        raise UserError(f"--shape {args.shape} --classes {args.classes}: sides from 1, classes from 2")
+    if not args.out.absolute().parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    with Seeds(args.seed).torch_seeded("model"):
+        model = models.build(config, shape, args.classes)
+    losses: list[float] = []
+    with Progress(*Progress.get_default_columns(), "{task.fields[loss]}", console=err, transient=True) as bar:
+        task = bar.add_task("synthesis", total=None, loss="")
+
+        def on_iteration(iteration: int, loss: float, x: Any) -> None:
+            losses.append(loss)
+            bar.update(task, loss=f"matching loss {sum(losses[-20:]) / len(losses[-20:]):.3f}")
+
+        with StopSignal() as stop:
+            try:
+                made = synthesize(
+                    model,
+                    args.trajectory,
+                    shape,
+                    args.classes,
+                    config.section("dynafed", DynaFedSettings),
+                    args.seed,
+                    state_file=args.out.with_name(f".{args.out.name}.work"),
+                    check_stop=stop.check,
+                    progress=lambda what, done, total: bar.update(task, completed=done, total=total),
+                    on_iteration=on_iteration,
+                )
+            except Stopped:
+                raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
+    made.save(args.out)
+    summary = {"file": str(args.out), "matching_loss": sum(losses[-20:]) / len(losses[-20:]), "inner_lr": made.inner_lr}
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        out.print(
+            f"{len(made.x)} samples, matching loss {summary['matching_loss']:.3f}, inner rate {made.inner_lr:.3g}\n"
+            f"file: {args.out}",
+            highlight=False,
+        )

@@ -1,0 +1,126 @@
+"""`dynafed run`, `resume` and `compare`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from dynafed.cli.common import (
+    Commands,
+    add_command,
+    add_config_arguments,
+    add_execution_arguments,
+    add_override_argument,
+    err,
+    execution_overrides,
+    load_config,
+    out,
+)
+from dynafed.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from dynafed.engine.run import Result
+
+
+def register(commands: Commands) -> None:
+    """Add the commands."""
+    one = add_command(commands, "run", _run, "Run one method.")
+    add_config_arguments(one)
+    add_execution_arguments(one)
+    again = add_command(commands, "resume", _resume, "Continue a run that was stopped.")
+    again.add_argument("path", metavar="DIR")
+    add_override_argument(again, "more rounds=N, or a key of execution")
+    add_execution_arguments(again)
+    many = add_command(commands, "compare", _compare, "Run several methods with several seeds; one table, one report.")
+    add_config_arguments(many)
+    many.add_argument("--methods", required=True, metavar="A,B+C", help="methods, each perhaps a composition")
+    many.add_argument("--seeds", default="0", metavar="0,1,2")
+    many.add_argument("--vary", action="append", default=[], metavar="KEY=V1,V2", help="also over these values")
+    add_execution_arguments(many)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from dynafed.engine.run import run
+    from dynafed.terminal import ProgressBar
+
+    config = load_config(args)
+    with ProgressBar(config.method, err) as bar:
+        result = run(config, out=args.out, callbacks=[bar])
+    _show(result, args.json)
+
+
+def _resume(args: argparse.Namespace) -> None:
+    from dynafed.config import parse_override
+    from dynafed.engine.run import resume
+    from dynafed.terminal import ProgressBar
+
+    changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
+    with ProgressBar("resume", err) as bar:
+        result = resume(args.path, changes=changes, callbacks=[bar])
+    _show(result, args.json)
+
+
+def _show(result: Result, as_json: bool) -> None:
+    from dynafed.terminal import percent
+
+    page = result.path / "report.html"
+    if as_json:
+        print(json.dumps(result.summary | {"path": str(result.path), "report": str(page)}))
+        return
+    summary = result.summary
+    out.print(
+        f"{summary['method']} on {summary['dataset']}: {percent(result.final_accuracy)} ± "
+        f"{percent(summary['final_std'])} over the last rounds, best {percent(summary['best'])} in round "
+        f"{summary['best_round']}, {summary['seconds']:.1f} s"
+        + (f"\nstopped: {summary['stopped']}" if "stopped" in summary else "")
+        + f"\nfiles:  {result.path}\nreport: {page}",
+        highlight=False,
+    )
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from dynafed.engine.compare import compare
+    from dynafed.report import write_report
+    from dynafed.terminal import ProgressBar, percent
+
+    config = load_config(args)
+    vary = dict(_varied(text) for text in args.vary)
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+    except ValueError:
+        raise UserError(f"--seeds {args.seeds}: expected whole numbers such as 0,1,2") from None
+    folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
+    try:
+        with ProgressBar("compare", err) as bar:
+            done = compare(config, args.methods.split(","), seeds, folder, vary=vary, callbacks=bar.titled)
+    except Interrupted:
+        raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
+    page = write_report([done.path], done.path / "report.html")
+    if args.json:
+        print(json.dumps({"rows": done.rows, "path": str(done.path), "report": str(page)}))
+        return
+    aimed = ("rounds to target",) if config.target_accuracy else ()
+    table = Table("method", *vary, "seeds", "final accuracy", "best", *aimed, "seconds")
+    for row in done.rows:
+        table.add_row(
+            row["method"],
+            *(str(row[key]) for key in vary),
+            str(len(row["seeds"])),
+            percent(row["final_accuracy"]) + (f" ± {100 * row['std']:.2f}" if len(row["seeds"]) > 1 else ""),
+            percent(row["best"]),
+            *(["-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}"] if aimed else []),
+            f"{row['seconds']:.1f}",
+        )
+    out.print(table)
+    out.print(f"files:  {done.path}\nreport: {page}", highlight=False)
+
+
+def _varied(text: str) -> tuple[str, list[Any]]:
+    from dynafed.config import parse_override
+
+    key, _, values = text.partition("=")
+    return key, [parse_override(f"{key}={value}")[1] for value in values.split(",")]

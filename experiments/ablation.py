@@ -101,8 +101,8 @@ def main(preset: str) -> None:
             synthetic = synthesize(
                 network,
                 path[:RECORDED],
-                federation.dataset.shape,
-                federation.dataset.classes,
+                federation.schema.shape,
+                federation.schema.classes,
                 settings,
                 on_iteration=lambda iteration, loss, x, losses=losses: losses.append(loss),
             )

@@ -64,7 +64,7 @@ def baselines(federation: Federation, models: list[Tree]) -> dict[str, Any]:
         "before_std": statistics.stdev(single),
         "means": {name: evaluate(federation, mean(models[first:last]))[0] for name, (first, last) in MEANS.items()},
         "invariant_shares": _average(
-            [find_invariances(federation.problem.model, federation.dataset.shape).shares(step) for step in steps]
+            [find_invariances(federation.problem.model, federation.schema.shape).shares(step) for step in steps]
         ),
         "radial_shares": _average([radial(step, model) for step, model in zip(steps, models, strict=False)]),
     }
@@ -89,7 +89,7 @@ def main(preset: str, iterations: str = "0", *variants: str) -> None:
     """Run what is missing."""
     federation, models, file, rows = prepare(preset, "matching")
     network, seeds = federation.problem.model, federation.problem.seeds
-    shape, classes = federation.dataset.shape, federation.dataset.classes
+    shape, classes = federation.schema.shape, federation.schema.classes
     invariances = find_invariances(network, shape)
 
     def write(key: str, row: dict[str, Any]) -> None:

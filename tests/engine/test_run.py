@@ -309,7 +309,8 @@ def test_hold_outs_are_carved_before_the_split(tmp_path: Path) -> None:
     federation = Federation.create(
         tiny(server_samples=40, validation_samples=60, evaluate="validation"), train=TRAIN, test=TEST
     )
-    everything = np.concatenate([federation.server_rows, federation.validation_rows, federation.partition.indices])
+    held = federation.data
+    everything = np.concatenate([held.server_rows, held.validation_rows, held.partition.indices])
     assert sorted(everything) == list(range(400))
     assert len(federation.server_side.data[1]) == 40
     assert federation.evaluation_size() == 60
@@ -318,8 +319,8 @@ def test_hold_outs_are_carved_before_the_split(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="leaves 0 samples"):
         dynafed.run(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(400)], out=tmp_path / "x")
     own = Federation.create(tiny(server_samples=5), train=TRAIN, test=TEST, clients=[range(200)] * 8)
-    assert len(own.server_rows) == 5
-    assert own.server_rows.min() >= 200
+    assert len(own.data.server_rows) == 5
+    assert own.data.server_rows.min() >= 200
 
 
 def test_target_and_rare_evaluation(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dynafed
 from dynafed import Method
-from dynafed.data import Dataset, Partition
+from dynafed.data import Dataset, Partition, SplitDataset
 from dynafed.engine.federation import Federation
 from dynafed.methods import METHODS, ClientContext, ClientOutput, ServerContext, ServerOutput
 from dynafed.tree import Tree
@@ -72,20 +72,20 @@ def test_a_server_half_has_no_way_to_any_client_s_data(tmp_path: Path) -> None:
     *clients, server = Spy.given
     assert isinstance(server, ServerContext)
     things = list(reachable(server, set()))
-    assert not any(isinstance(thing, Dataset | Partition | Federation) for thing in things)
-    assert rows_in(things, TRAIN[0]) == set(result.federation.server_rows.tolist())
+    assert not any(isinstance(thing, Dataset | Partition | SplitDataset | Federation) for thing in things)
+    assert rows_in(things, TRAIN[0]) == set(result.federation.data.server_rows.tolist())
     assert not rows_in(things, TEST[0])
     for context in clients:
-        own = set(result.federation.partition[context.client].tolist())
+        own = set(result.federation.data.partition[context.client].tolist())
         things = list(reachable(context, set()))
         assert rows_in(things, TRAIN[0]) == own
-        assert not any(isinstance(thing, Dataset | Partition | Federation) for thing in things)
+        assert not any(isinstance(thing, Dataset | Partition | SplitDataset | Federation) for thing in things)
 
 
 def test_neither_side_of_a_federation_has_data_of_the_other() -> None:
     federation = Federation.create(tiny(server_samples=30), train=TRAIN, test=TEST)
     assert not rows_in(list(reachable(federation.client_side, set())), TRAIN[0])
     server = rows_in(list(reachable(federation.server_side, set())), TRAIN[0])
-    assert server == set(federation.server_rows.tolist())
-    assert {field.name for field in dataclasses.fields(federation.problem)}.isdisjoint({"dataset", "partition"})
-    assert torch.equal(federation.client(2).x, torch.from_numpy(TRAIN[0][federation.partition[2]]))
+    assert server == set(federation.data.server_rows.tolist())
+    assert {field.name for field in dataclasses.fields(federation.problem)}.isdisjoint({"dataset", "partition", "data"})
+    assert torch.equal(federation.client(2).x, torch.from_numpy(TRAIN[0][federation.data.partition[2]]))

@@ -66,7 +66,7 @@ def test_the_generator_s_loss_falls_and_its_samples_are_classified_as_their_labe
 def test_clients_send_their_label_counts_and_the_server_s_labels_follow() -> None:
     federation = federation_for("fedgen", fedgen__steps=1, **SETTINGS)
     state, server, _ = one_server_round(federation, state_of(federation))
-    counts = federation.partition.class_counts(federation.dataset.train_y, 4)
+    counts = federation.data.partition.class_counts(federation.data.dataset.train_y, 4)
     for update in server.updates:
         assert update.extras["fedgen"]["counts"].tolist() == counts[update.client].tolist()
     labels = tree.unnest(state)["seen"]["labels"]

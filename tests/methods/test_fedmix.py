@@ -59,7 +59,7 @@ def test_a_client_with_too_few_samples_sends_nothing_and_the_seed_matters() -> N
 def test_each_round_draws_other_averages_from_the_pool() -> None:
     federation = federation_for("fedmix", fedmix__sent=9)
     method, state = federation.methods.clients[0], pooled(federation)
-    assert len(state["y"]) == sum(size // 5 for size in federation.partition.sizes)
+    assert len(state["y"]) == sum(size // 5 for size in federation.data.partition.sizes)
     first = method.broadcast(state)
     assert len(first["x"]) == len(first["y"]) == 9
     assert len(set(state["rows"].tolist())) == 9

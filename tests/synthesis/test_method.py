@@ -132,7 +132,7 @@ def test_evidence_and_watched_clients_are_written_down(tmp_path: Path) -> None:
     assert list(record["matching_by_segment"]) == ["0", "1"]
     assert 0 <= record["scratch_accuracy"] <= 1
     seen = result.history[-1]["watch"]["5"]
-    assert len(seen["local"]) == -(-len(result.federation.partition[5]) // 16)
+    assert len(seen["local"]) == -(-len(result.federation.data.partition[5]) // 16)
     assert seen["aggregated"] > 0
     assert seen["refined"] != seen["aggregated"]
     assert {"synthetic.png", "synthetic-000000.png", "synthetic-000010.png", "report.json"} <= {

@@ -9,16 +9,22 @@ if TYPE_CHECKING:
     from dynafed.data.arrays import Dataset, from_arrays
     from dynafed.data.catalog import NAMES
     from dynafed.data.download import fetch
+    from dynafed.data.federated import FederatedData, SplitDataset
     from dynafed.data.loading import check, describe, load
     from dynafed.data.partition import PARTITIONS, Partition, carve, make_partition, partition_from_lists
+    from dynafed.data.schema import Samples, Schema
+    from dynafed.data.sources import federated_data
     from dynafed.data.spec import DATASETS, Checksums, DatasetSpec, Download, Format, check_name
 
 _MODULES = {
     "arrays": ("Dataset", "from_arrays"),
     "catalog": ("NAMES",),
     "download": ("fetch",),
+    "federated": ("FederatedData", "SplitDataset"),
     "loading": ("check", "describe", "load"),
     "partition": ("PARTITIONS", "Partition", "carve", "make_partition", "partition_from_lists"),
+    "schema": ("Samples", "Schema"),
+    "sources": ("federated_data",),
     "spec": ("DATASETS", "Checksums", "DatasetSpec", "Download", "Format", "check_name"),
 }
 
@@ -30,12 +36,17 @@ __all__ = [
     "Dataset",
     "DatasetSpec",
     "Download",
+    "FederatedData",
     "Format",
     "Partition",
+    "Samples",
+    "Schema",
+    "SplitDataset",
     "carve",
     "check",
     "check_name",
     "describe",
+    "federated_data",
     "fetch",
     "from_arrays",
     "load",

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynafed.data.schema import Schema
 from dynafed.errors import UserError
 
 READY_BYTES = 2**30
@@ -39,23 +40,20 @@ class Dataset:
         """The shape of one sample."""
         return tuple(self.train_x.shape[1:])
 
+    @cached_property
+    def schema(self) -> Schema:
+        """What the samples look like."""
+        dtype = self.train_x.dtype
+        return Schema(self.name, self.shape, dtype, self.classes, self.mean, self.std, self.class_names)
+
     def normalize(self, x: Tensor) -> Tensor:
         """The input of a model: uint8 samples as float32 of mean 0 and standard deviation 1, floats unchanged."""
-        if x.dtype != torch.uint8:
-            return x
-        scale, shift = self._affine
-        return x.float().mul_(scale.to(x.device)).add_(shift.to(x.device))
+        return self.schema.normalize(x)
 
     @cached_property
     def ready(self) -> Tensor:
         """The training samples, normalized if that takes at most `READY_BYTES`; else as they are."""
         return self.normalize(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
-
-    @cached_property
-    def _affine(self) -> tuple[Tensor, Tensor]:
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        per_channel = (-1, 1, 1) if len(self.shape) == 3 else ()
-        return (1 / (255 * std)).reshape(per_channel), (-mean / std).reshape(per_channel)
 
 
 def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "custom") -> Dataset:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -64,8 +63,8 @@ def setup_clients(federation: Federation) -> Iterator[Tree]:
     """What each client that has data sends once, before round 1, computed in this process."""
     method = federation.methods.sets_up
     assert method is not None
-    for client in np.flatnonzero(federation.partition.sizes):
-        yield method.setup_client(federation.client(int(client)))
+    for client in filter(federation.has_data, range(federation.problem.clients)):
+        yield method.setup_client(federation.client(client))
 
 
 def evaluate(federation: Federation, model: Tree) -> tuple[float, float]:

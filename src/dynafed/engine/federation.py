@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynafed import data, execution, methods, models
 from dynafed.config import Config, kernel_choice
-from dynafed.data import Dataset, Partition
+from dynafed.data import FederatedData, Samples, Schema
 from dynafed.errors import UserError
 from dynafed.execution import ExecutionPlan
 from dynafed.methods import ClientView, Composition, ServerContext, ServerRuntime
@@ -57,10 +57,7 @@ class Federation:
     """A simulated federation: all of its data, both sides, and the execution plan. It never changes during a run."""
 
     config: Config
-    dataset: Dataset
-    partition: Partition
-    server_rows: np.ndarray
-    validation_rows: np.ndarray
+    data: FederatedData
     methods: Composition
     problem: Problem
     execution: ExecutionPlan
@@ -78,27 +75,45 @@ class Federation:
         """Load or take the data, split it, build the network, decide how to execute it; all by the config's seed."""
         config = config.replace()  # one that was built by hand is checked here
         device = resolve_device(config)
-        config, dataset = _dataset(config, train, test)
+        seeds = Seeds(config.seed)
+        config, samples = data.federated_data(config, seeds, train=train, test=test, clients=clients)
         if model is not None:
             config = config.replace(model="custom")
-        seeds = Seeds(config.seed)
-        config, partition, server_rows, validation_rows = _split(config, dataset, clients, seeds)
+        return cls.of(config, samples, seeds, device, model)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        samples: FederatedData,
+        seeds: Seeds,
+        device: torch.device,
+        model: models.Factory | None = None,
+    ) -> Federation:
+        """A federation on these samples: build the network, decide how to execute it."""
+        schema = samples.schema
         composition = methods.compose(config)
         with seeds.torch_seeded("model"):
-            module = models.build(config, dataset.shape, dataset.classes, model).to(device)
+            module = models.build(config, schema.shape, schema.classes, model).to(device)
             # Still under the key: lazy layers get their weights in this first use.
-            sample = dataset.test_x[:1] if config.evaluate == "test" else dataset.train_x[validation_rows[:1]]
-            models.check(module, dataset.normalize(sample.to(device)), dataset.classes)
+            sample = torch.zeros(1, *schema.shape, dtype=schema.dtype, device=device)
+            models.check(module, schema.normalize(sample), schema.classes)
         _check_features(module, composition)
-        epoch = len(partition.indices) // len(partition)
-        samples = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
-        total = config.rounds * config.sampled * samples
+        epoch = samples.mean_client_size()
+        each = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
+        total = config.rounds * config.sampled * each
         plan, network = execution.resolve(config, module, total, composition, kernel_choice(config))
         # What was chosen stays, also for whoever resumes the run with more rounds.
         config = config.replace(kernels="own" if plan.kernels else "torch")
         tracer = StepTracer(on=plan.trace)
-        problem = Problem(dataset.shape, dataset.classes, len(partition), module, network, seeds, device, tracer)
-        return cls(config, dataset, partition, server_rows, validation_rows, methods.compose(config), problem, plan)
+        clients = samples.num_clients()
+        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer)
+        return cls(config, samples, methods.compose(config), problem, plan)
+
+    @property
+    def schema(self) -> Schema:
+        """What the samples look like."""
+        return self.data.schema
 
     @cached_property
     def client_side(self) -> ClientSide:
@@ -108,34 +123,35 @@ class Federation:
     @cached_property
     def server_side(self) -> ServerSide:
         """What the server's machine has."""
-        held = self.training_rows(self.server_rows) if len(self.server_rows) else None
-        return ServerSide(self.config, self.methods, TransformChain.of(self.config), self.problem, held)
+        held = self.data.split("server")
+        ready = (
+            (self.schema.normalize(held[0].to(self.problem.device)), held[1].to(self.problem.device)) if held else None
+        )
+        return ServerSide(self.config, self.methods, TransformChain.of(self.config), self.problem, ready)
 
     def client(self, client: int) -> ClientView:
         """One client with its own data."""
-        return ClientView(client, self.problem, *self.training_rows(self.partition[client]))
+        return ClientView(client, self.problem, *self.data.client(client, self.problem.device))
 
     def has_data(self, client: int) -> bool:
-        """Whether a client holds any samples."""
-        return len(self.partition[client]) > 0
+        """Whether a client holds any samples, as far as that is known before they are read."""
+        return self.data.client_size(client) != 0
+
+    @cached_property
+    def _evaluated(self) -> Samples:
+        held = self.data.split(self.config.evaluate)
+        if held is None:
+            raise UserError(f"evaluate = '{self.config.evaluate}': there are no such samples")
+        return held
 
     def evaluation_size(self) -> int:
         """Samples in the split that accuracy is measured on."""
-        return len(self.validation_rows) if self.config.evaluate == "validation" else len(self.dataset.test_y)
+        return len(self._evaluated[1])
 
-    def evaluation_data(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A slice of the split that accuracy is measured on."""
-        if self.config.evaluate == "validation":
-            return self.training_rows(self.validation_rows[start:stop])
-        device = self.problem.device
-        x = self.dataset.normalize(self.dataset.test_x[start:stop].to(device))
-        return x, self.dataset.test_y[start:stop].to(device)
-
-    def training_rows(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Samples of the training split, normalized, on the device, and their labels."""
-        index, device = torch.from_numpy(rows), self.problem.device
-        x = self.dataset.normalize(self.dataset.ready.index_select(0, index).to(device))
-        return x, self.dataset.train_y[index].to(device)
+    def evaluation_data(self, start: int, stop: int) -> Samples:
+        """A slice of the split that accuracy is measured on, normalized, on the device."""
+        x, y = self._evaluated
+        return self.schema.to_input((x[start:stop], y[start:stop]), self.problem.device)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -144,14 +160,7 @@ class Federation:
         state = self.problem.model.state_dict()
         layout = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()}
         hasher.update(str(sorted(layout.items())).encode())
-        some = [x[:: max(1, len(x) // 64)].contiguous().numpy() for x in (self.dataset.train_x, self.dataset.test_x)]
-        for array in (
-            self.dataset.train_y.numpy(),
-            self.dataset.test_y.numpy(),
-            *some,
-            self.partition.indices,
-            self.partition.offsets,
-        ):
+        for array in self.data.fingerprint():
             hasher.update(str(array.shape).encode())
             hasher.update(np.ascontiguousarray(array).data)
         return hasher.hexdigest()
@@ -170,66 +179,6 @@ def resolve_device(config: Config) -> torch.device:
     if not present[kind]:
         raise UserError(f"device = '{config.device}': torch finds none on this machine; take device = cpu")
     return torch.device(config.device)
-
-
-_load = lru_cache(maxsize=1)(data.load)
-"""Several runs on the same data read it once."""
-
-
-def _dataset(config: Config, train: tuple[Any, Any] | None, test: tuple[Any, Any] | None) -> tuple[Config, Dataset]:
-    """The data that were given, or those that the config names."""
-    if (train is None) != (test is None):
-        raise UserError("give both train=(x, y) and test=(x, y), or neither")
-    if train is not None and test is not None:
-        return config.replace(dataset="custom"), data.from_arrays(train, test)
-    if config.dataset == "custom":
-        raise UserError("dataset = 'custom' stands for arrays given in Python: pass train= and test= again")
-    dataset = _load(config.dataset, config.data_folder())
-    if config.data_dir:
-        config = config.replace(data_dir=str(config.data_folder()))
-    return config, dataset
-
-
-def _split(
-    config: Config, dataset: Dataset, clients: Sequence[Any] | None, seeds: Seeds
-) -> tuple[Config, Partition, np.ndarray, np.ndarray]:
-    """Who holds which rows of the training split: the clients, the server, the validation set."""
-    labels = dataset.train_y.numpy()
-    free = np.arange(len(labels))
-    if clients is not None:
-        given = data.partition_from_lists(clients, len(labels), allow_empty=config.min_samples == 0)
-        config = config.replace(clients=len(given), partition="custom")
-        free = np.setdiff1d(free, given.indices)
-        if config.server_samples + config.validation_samples > len(free):
-            raise UserError(
-                f"clients=[...] leaves {len(free)} samples: too few for server_samples = {config.server_samples} "
-                f"and validation_samples = {config.validation_samples}"
-            )
-    rest, server_rows = _carve(labels, free, config.server_samples, seeds, "server")
-    rest, validation_rows = _carve(labels, rest, config.validation_samples, seeds, "validation")
-    if clients is not None:
-        return config, given, server_rows, validation_rows
-    if config.partition == "custom":
-        raise UserError("partition = 'custom' stands for index lists given in Python: pass clients= again")
-    shares = data.make_partition(
-        config.partition,
-        labels[rest],
-        config.clients,
-        alpha=config.alpha,
-        classes_per_client=config.classes_per_client,
-        min_samples=config.min_samples,
-        rng=seeds.rng("partition"),
-    )
-    return config, Partition(rest[shares.indices], shares.offsets), server_rows, validation_rows
-
-
-def _carve(
-    labels: np.ndarray, rows: np.ndarray, size: int, seeds: Seeds, purpose: str
-) -> tuple[np.ndarray, np.ndarray]:
-    if not size:
-        return rows, rows[:0]
-    rest, held = data.carve(labels[rows], size, seeds.rng(purpose))
-    return rows[rest], rows[held]
 
 
 def _check_features(module: torch.nn.Module, composition: Composition) -> None:

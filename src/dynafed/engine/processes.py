@@ -212,7 +212,7 @@ def _start_worker(federation: Federation) -> tuple[Connection, tuple[BaseProcess
                 f"the model or data can't be sent to worker processes ({error}): set workers = 1 or threads = 1"
             ) from None
     else:
-        _ = federation.dataset.ready  # all workers share what is there before they are
+        federation.data.prepare()
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     buffer = SharedModelBuffer(federation.problem.initial_model(), slots=TASKS_AHEAD)

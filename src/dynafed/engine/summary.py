@@ -37,7 +37,7 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
     reached = (record["round"] for record in evaluated if record["accuracy"] >= config.target_accuracy)
     return {
         "method": config.method,
-        "dataset": federation.dataset.name,
+        "dataset": federation.schema.name,
         "seed": config.seed,
         "evaluated_on": config.evaluate,
         "final_accuracy": statistics.fmean(last),
@@ -64,13 +64,12 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
 
 def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any]:
     """How many samples of each class the clients have (partition.json); of very many clients, an even choice."""
-    dataset, partition = federation.dataset, federation.partition
-    clients = len(partition)
-    shown = sorted({int(client) for client in np.linspace(0, clients - 1, min(clients, most))})
-    labels = dataset.train_y.numpy()
-    counts = [np.bincount(labels[partition[client]], minlength=dataset.classes).tolist() for client in shown]
-    names = {"class_names": list(dataset.class_names)} if dataset.class_names else {}
-    return {"classes": dataset.classes, "clients": clients, "shown": shown, "counts": counts, **names}
+    schema, clients = federation.schema, federation.problem.clients
+    choice = sorted({int(client) for client in np.linspace(0, clients - 1, min(clients, most))})
+    counts = {client: known for client in choice if (known := federation.data.class_counts(client)) is not None}
+    names = {"class_names": list(schema.class_names)} if schema.class_names else {}
+    shown = {"shown": list(counts), "counts": [list(each) for each in counts.values()]}
+    return {"classes": schema.classes, "clients": clients, **shown, **names}
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-import numpy as np
 import torch
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -92,7 +91,7 @@ class FlowerBackend:
 
     def setup_clients(self) -> Iterator[Tree]:
         """What each client that has data sends once, before round 1; an empty tree for one that fails."""
-        clients = [int(client) for client in np.flatnonzero(self.federation.partition.sizes)]
+        clients = [*filter(self.federation.has_data, range(self.federation.problem.clients))]
         requests = {client: RecordDict() for client in clients}
         failures = []
         for client, reply in self._exchange("query.setup", 0, requests):

@@ -44,11 +44,10 @@ class Quality:
 
 def measure_quality(federation: Federation, segments: Segments, synthetic: SyntheticData) -> Quality:
     """Compute all measures; random choices come from the run's seeds."""
-    problem, dataset = federation.problem, federation.dataset
+    problem = federation.problem
     count, classes = synthetic.logits.shape
     rng = problem.seeds.rng("quality")
-    rows = np.sort(rng.choice(len(dataset.train_y), count, replace=count > len(dataset.train_y)))
-    x, y = federation.training_rows(rows)
+    x, y = federation.data.draw(count, rng, problem.device)
     noise = torch.from_numpy(rng.standard_normal(synthetic.x.shape, dtype=np.float32)).to(problem.device)
     random_labels = torch.from_numpy(rng.integers(0, classes, count)).to(problem.device)
     datasets = {

@@ -2,12 +2,13 @@
 # make test    set up with test tools, lint, type-check, run all tests
 # make bench   measure against peers and the plain loop (BENCH='w1 --repeats 7' for a part); a quiet machine, please
 # make setup   everything: extras and test tools
+# make config-docs   write docs/config.md anew from the config's keys
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench clean config-docs
 
 setup: .venv/.all
 
@@ -34,6 +35,9 @@ test: lint
 
 bench: .venv/.all
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+config-docs: .venv/.all
+	$(BIN)/dynafed config --markdown > docs/config.md
 
 clean:
 	rm -rf .venv runs build dist

@@ -122,7 +122,7 @@ class Config:
         config = build(cls, values)
         config.check_names()
         used = config.used_sections()
-        known = {**_installed_sections(), **used} if given.keys() - used.keys() else used
+        known = {**installed_sections(), **used} if given.keys() - used.keys() else used
         for name in given:
             if name not in known:
                 raise UserError(f"unknown section '{name}': no part of this config has it; {nearest(name, known)}")
@@ -255,7 +255,7 @@ def _section_types(parts: list[Any]) -> dict[str, type[Any]]:
     return {part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None}
 
 
-def _installed_sections() -> dict[str, type[Any]]:
+def installed_sections() -> dict[str, type[Any]]:
     """The sections of all parts that are known by name."""
     from dynafed import methods, models
     from dynafed.callbacks import CALLBACKS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from typing import Any, TypeVar
 from dynafed.errors import UserError
 
 Group = TypeVar("Group")
+
+ALIKE = 0.77
+"""The share of two words' letters that must agree, in order, for one to be suggested in place of the other."""
 
 
 def setting(
@@ -38,11 +42,21 @@ def setting(
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error sentence: the closest known name, else all of them."""
+def alike(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled alike, or has the same words in it (local_epochs for epochs), if there is one."""
+    by_lower = {one.lower(): one for one in sorted(known)}
+    words = {one: set(re.split(r"[_.+-]", one)) for one in (name.lower(), *by_lower)}
+    given = words[name.lower()]
+    related = [one for one in by_lower if given <= words[one] or words[one] <= given]
+    close = difflib.get_close_matches(name.lower(), related or by_lower, n=1, cutoff=0 if related else ALIKE)
+    return by_lower[close[0]] if close else None
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error sentence: the known name that is alike, with its prefix, else all of them."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+    found = alike(name, known)
+    return f"did you mean '{prefix}{found}'?" if found else f"known: {', '.join(known)}"
 
 
 def build(group: type[Group], values: Mapping[str, Any], prefix: str = "") -> Group:
@@ -52,7 +66,8 @@ def build(group: type[Group], values: Mapping[str, Any], prefix: str = "") -> Gr
     checked = {}
     for name, value in values.items():
         if name not in fields:
-            raise UserError(f"unknown key '{prefix}{name}': {nearest(prefix + name, (prefix + key for key in fields))}")
+            # The prefix would make any two keys of a section alike.
+            raise UserError(f"unknown key '{prefix}{name}': {nearest(name, fields, prefix)}")
         checked[name] = _checked(prefix + name, value, types[name], fields[name].metadata)
     return group(**checked)
 
@@ -66,17 +81,31 @@ def plain(group: Any) -> dict[str, Any]:
 
 
 def describe(group: type[Any]) -> list[dict[str, Any]]:
-    """Name, type, default and help of every field, for the command line and the docs."""
+    """Name, type, default, allowed values and help of every field, for the command line and the docs."""
     types = typing.get_type_hints(group)
     return [
         {
             "name": field.name,
-            "type": getattr(types[field.name], "__name__", str(types[field.name])),
+            "type": _type_name(types[field.name]),
             "default": list(field.default) if isinstance(field.default, tuple) else field.default,
+            "range": _range(field.metadata),
+            "choices": list(field.metadata["choices"] or ()),
+            "execution": field.metadata["execution"],
             "help": field.metadata["doc"],
         }
         for field in dataclasses.fields(group)
+        if "doc" in field.metadata
     ]
+
+
+def _type_name(kind: Any) -> str:
+    return f"list of {typing.get_args(kind)[0].__name__}" if typing.get_origin(kind) is tuple else str(kind.__name__)
+
+
+def _range(rule: Mapping[str, Any]) -> str:
+    """The bounds of a number as one writes them, such as "> 0, <= 1"; empty without any."""
+    signs = {"low": ">=", "above": ">", "high": "<="}
+    return ", ".join(f"{sign} {rule[bound]:g}" for bound, sign in signs.items() if rule[bound] is not None)
 
 
 def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
@@ -96,7 +125,8 @@ def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
     if kind is float and not math.isfinite(value):
         raise UserError(f"{name} = {value!r} must be finite")
     if (choices := rule["choices"]) is not None and value not in choices:
-        raise UserError(f"{name} = {value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}")
+        meant = f": did you mean '{found}'?" if (found := alike(str(value), choices)) else ""
+        raise UserError(f"{name} = {value!r} is not one of {', '.join(choices)}{meant}")
     low, high, above = rule["low"], rule["high"], rule["above"]
     if low is not None and value < low:
         raise UserError(f"{name} = {value!r} must be at least {low:g}")

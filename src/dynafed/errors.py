@@ -7,6 +7,10 @@ class UserError(ValueError):
     """A mistake in what the user asked for; the command line prints it as one line and exits with 2."""
 
 
+class FolderBusy(UserError):
+    """Another process is writing to a folder."""
+
+
 class WorkerDied(RuntimeError):
     """A process that trains clients ended by itself; the run's state up to the last finished round is saved."""
 

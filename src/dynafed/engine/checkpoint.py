@@ -54,7 +54,7 @@ class RunState:
 def save(path: Path, federation: Federation, state: RunState) -> Path:
     """Write a checkpoint and delete those that are too old; returns its folder."""
     final = path / "checkpoint" / f"round-{state.round:06d}"
-    if _body(final):
+    if read_body(final):
         return final
     body = {
         "round": state.round,
@@ -74,7 +74,7 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
     aside.replace(final)
     kept: list[Listing] = []
     for folder in _found(path):
-        found = _body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
+        found = read_body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
         if found is None:
             shutil.rmtree(folder)
         else:
@@ -86,7 +86,7 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
 def load(path: Path, federation: Federation, backend: Backend) -> RunState:
     """The newest checkpoint that is whole; the state before round 1 if there is none."""
     for folder in _found(path):
-        body = _body(folder)
+        body = read_body(folder)
         if body is None:
             log.warning("%s is damaged; trying the one before", folder.name)
             continue
@@ -98,7 +98,7 @@ def load(path: Path, federation: Federation, backend: Backend) -> RunState:
         if file := clients.find_damaged():
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)
             continue
-        parts = tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
+        parts = read_parts(folder)
         states = tree.unnest(parts.get("server", {}))
         server = {step.name: states.get(step.name, {}) for step in federation.methods.steps}
         return RunState(body["round"], parts["model"], server, clients, parts.get("served"))
@@ -110,7 +110,7 @@ def _found(path: Path) -> list[Path]:
     return sorted((path / "checkpoint").glob("round-*"), reverse=True)
 
 
-def _body(folder: Path) -> dict[str, Any] | None:
+def read_body(folder: Path) -> dict[str, Any] | None:
     """What a checkpoint's JSON says, if both of its files are what was written."""
     try:
         outer = json.loads((folder / "state.json").read_bytes())
@@ -121,6 +121,11 @@ def _body(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return body if sound else None
+
+
+def read_parts(folder: Path) -> dict[str, Tree]:
+    """A checkpoint's tensors: the model, the methods' server states (`server`), and what is served, if anything."""
+    return tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
 
 
 def _listing(body: dict[str, Any]) -> Listing:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynafed.callbacks import Callback
-from dynafed.config import EXECUTION_KEYS, Config
+from dynafed.config import Config
 from dynafed.engine.files import write_json
-from dynafed.engine.run import resume, run
-from dynafed.engine.summary import read_summary
+from dynafed.engine.grid import Cell, CellCallbacks, run_cells
 from dynafed.errors import UserError
 
 
@@ -33,7 +31,7 @@ def compare(
     out: str | Path,
     *,
     vary: Mapping[str, Sequence[Any]] | None = None,
-    callbacks: Callable[[str], Sequence[Callback]] = lambda title: (),
+    callbacks: CellCallbacks = lambda title: (),
 ) -> Comparison:
     """Run every method with every seed (and every combination of the values in `vary`); mean and std over seeds.
 
@@ -44,21 +42,37 @@ def compare(
         raise UserError(f"--vary {taken.pop()}=...: use --methods and --seeds for these")
     if not methods or not seeds:
         raise UserError("compare needs at least one method and one seed")
-    grid = [
-        (method, dict(zip(vary, values, strict=True)))
-        for values in itertools.product(*vary.values())
+    out, settings = Path(out), [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+    grid = {
+        _label(method, varied): {"method": method, **varied, "seeds": list(seeds)}
+        for varied in settings
         for method in methods
+    }
+    cells = [
+        Cell(
+            f"{label} seed-{seed}",
+            config.replace(seed=seed, **{key: row[key] for key in ("method", *vary)}),
+            out / label / f"seed-{seed}",
+        )
+        for label, row in grid.items()
+        for seed in seeds
     ]
-    jobs = [[config.replace(method=method, seed=seed, **varied) for seed in seeds] for method, varied in grid]
-    out = Path(out)
-    rows = []
-    for (method, varied), job in zip(grid, jobs, strict=True):
-        label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
-        label = label.replace(":", "_").replace("/", "_")
-        summaries = [_run_once(one, out / label / f"seed-{one.seed}", callbacks) for one in job]
-        rows.append({"method": method, **varied, "seeds": list(seeds), **_over_seeds(summaries)})
-        _note(out / "compare.json", rows[-1], ("method", *vary))
-    return Comparison(out, rows)
+    summaries: dict[str, dict[int, dict[str, Any]]] = {label: {} for label in grid}
+    for cell, outcome in run_cells(cells, callbacks):
+        if isinstance(outcome, UserError):
+            raise outcome
+        label = cell.path.parent.name
+        summaries[label][cell.config.seed] = outcome
+        if len(summaries[label]) == len(set(seeds)):
+            grid[label] |= _over_seeds([summaries[label][seed] for seed in seeds])
+            _note(out / "compare.json", grid[label], ("method", *vary))
+    return Comparison(out, list(grid.values()))
+
+
+def _label(method: str, varied: Mapping[str, Any]) -> str:
+    """The name of the folder with the runs of all seeds."""
+    label = "-".join((method, *(f"{key}={value}" for key, value in varied.items())))
+    return label.replace(":", "_").replace("/", "_")
 
 
 def _note(file: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
@@ -66,20 +80,6 @@ def _note(file: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
     before = json.loads(file.read_text()) if file.exists() else []
     others = [one for one in before if any(one.get(key) != row[key] for key in keys)]
     write_json(file, [*others, row])
-
-
-def _run_once(config: Config, path: Path, callbacks: Callable[[str], Sequence[Callback]]) -> dict[str, Any]:
-    """A run's summary: taken from its folder if it is done, else run or resumed."""
-    title = f"{path.parent.name} {path.name}"
-    if not (path / "config.toml").exists():
-        return run(config, out=path, callbacks=callbacks(title)).summary
-    before, wanted = Config.load(path / "config.toml").deciding(), config.deciding()
-    if before != wanted:
-        key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
-        raise UserError(f"{path} holds a run with another {key}: choose another --out")
-    summary = read_summary(path)
-    changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION_KEYS}
-    return summary or resume(path, changes=changes, callbacks=callbacks(title)).summary
 
 
 def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dynafed.errors import UserError
+from dynafed.errors import FolderBusy, UserError
 
 try:
     import fcntl
@@ -22,9 +22,9 @@ except ImportError:  # Windows: nothing guards against a second process on the s
 
 
 @contextmanager
-def lock_folder(folder: Path, patience: float = 3.0) -> Iterator[None]:
+def lock_folder(folder: Path, patience: float = 3.0, name: str = ".lock") -> Iterator[None]:
     """Refuse a folder that another process is writing to; one that is just ending gets a moment for it."""
-    with (folder / ".lock").open("w") as file:
+    with (folder / name).open("w") as file:
         give_up = time.monotonic() + patience
         while fcntl is not None:
             try:
@@ -32,7 +32,7 @@ def lock_folder(folder: Path, patience: float = 3.0) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > give_up:
-                    raise UserError(
+                    raise FolderBusy(
                         f"{folder} is being written to by another process: wait for it, or end it"
                     ) from None
                 time.sleep(0.05)

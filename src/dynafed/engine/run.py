@@ -103,8 +103,7 @@ def run(
                 f"{path} already holds a run: `{resume_command(path)}` continues it, or choose another folder"
             )
         state = RunState.initial(federation, chosen, path)
-        write_json(path / "partition.json", class_distribution(federation))
-        write_bytes(path / "config.toml", federation.config.to_toml().encode())
+        begin_folder(path, federation)
         return _run_rounds(federation, path, state, [], told, chosen)
 
 
@@ -155,6 +154,12 @@ def resume(
             raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
         write_bytes(path / "config.toml", federation.config.to_toml().encode())
         return _run_rounds(federation, path, state, history, told, chosen)
+
+
+def begin_folder(path: Path, federation: Federation) -> None:
+    """Write what a run's folder has before round 1; config.toml comes last, because by it the folder is a run's."""
+    write_json(path / "partition.json", class_distribution(federation))
+    write_bytes(path / "config.toml", federation.config.to_toml().encode())
 
 
 def _run_rounds(

@@ -143,8 +143,10 @@ class Config:
         if config.watch and max(config.watch) >= config.clients:
             raise UserError(f"watch = {list(config.watch)} names a client beyond the last, {config.clients - 1}")
         from dynafed import methods
+        from dynafed.attacks import attack_settings
 
         methods.compose(config)
+        attack_settings(config)
         return config
 
     def check_names(self) -> None:
@@ -203,6 +205,7 @@ class Config:
             **models.section_types([self.model]),
             **methods.section_types(methods.load(self.method)),
             **_section_types(parts),
+            **{name: kind for name, kind in _engine_sections().items() if name in self.sections},
         }
 
     def is_execution(self, key: str) -> bool:
@@ -255,6 +258,13 @@ def _section_types(parts: list[Any]) -> dict[str, type[Any]]:
     return {part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None}
 
 
+def _engine_sections() -> dict[str, type[Any]]:
+    """Sections that are no part's: a config has them only if it names them."""
+    from dynafed.attacks import AttackSettings
+
+    return {"attack": AttackSettings}
+
+
 def installed_sections() -> dict[str, type[Any]]:
     """The sections of all parts that are known by name."""
     from dynafed import methods, models
@@ -267,6 +277,7 @@ def installed_sections() -> dict[str, type[Any]]:
         **models.section_types(models.MODELS.names()),
         **methods.section_types(kinds),
         **_section_types(parts),
+        **_engine_sections(),
     }
 
 

@@ -120,6 +120,8 @@ def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
             value = float(value)
         except OverflowError:
             raise UserError(f"{name} is too large a number") from None
+    if kind is str and type(value) is float and math.isnan(value):
+        value = "nan"  # TOML takes the bare word for a number
     if type(value) is not kind:
         raise UserError(f"{name} = {value!r} must be {_ARTICLES[kind]}, not {type(value).__name__}")
     if kind is float and not math.isfinite(value):

@@ -46,12 +46,13 @@ class ProgressBar(Callback):
 
     def on_run_begin(self, run: RunContext) -> None:
         """Begin a run's bar. The worker processes are forked before, because the bar has a thread of its own."""
+        from dynafed.attacks import attack_settings
+
         if self.task is not None:
             self.bar.remove_task(self.task)
         self.bar.start()
-        self.task = self.bar.add_task(
-            self.title, total=run.config.rounds, completed=run.round, accuracy="", pace="starting"
-        )
+        title = f"{self.title}, attacked" if attack_settings(run.config) else self.title
+        self.task = self.bar.add_task(title, total=run.config.rounds, completed=run.round, accuracy="", pace="starting")
 
     def on_progress(self, run: RunContext, stage: str, done: int, total: int) -> None:
         """Show long work of the server in the round's place."""

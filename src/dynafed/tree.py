@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import safetensors.torch
@@ -55,6 +56,26 @@ def sorted_by_name(tree: Mapping[str, Tensor]) -> Tree:
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another dtype; what was averaged of whole numbers becomes the nearest one."""
     return (tensor.round() if tensor.is_floating_point() and not dtype.is_floating_point else tensor).to(dtype)
+
+
+def difference(tree: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tree:
+    """What was added to `start`, of the tensors in floating point."""
+    return {name: tensor - start[name] for name, tensor in tree.items() if tensor.is_floating_point()}
+
+
+def norm(tree: Mapping[str, Tensor]) -> float:
+    """The Euclidean norm of all numbers, in double precision."""
+    return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in tree.values()))
+
+
+def moved(start: Mapping[str, Tensor], end: Mapping[str, Tensor], share: float) -> Tree:
+    """`share` of the way from `start` to `end`; whole numbers are those of `end`. All of it is `end`, bit for bit."""
+    if share == 1:
+        return dict(end)
+    return {
+        name: start[name] + share * (tensor - start[name]) if tensor.is_floating_point() else tensor
+        for name, tensor in end.items()
+    }
 
 
 def max_abs(tree: Mapping[str, Tensor]) -> float:

@@ -32,6 +32,7 @@ COMPOSITIONS = [
     "abavg+fedbe+fedavgm",
     "scaffold+dynafed",
     "fedmix+trimmed-mean+dynafed",
+    "scaffold+geometric-median",
 ]
 
 OTHERWISE = ["scaffold@adam", "feddyn+fedadam@adam"]

@@ -48,6 +48,10 @@ def combined(method: str, values: list[float], **settings: Any) -> Tree:
         ("krum", VALUES, {"krum__keep": 2}, 3.0, 3),
         ("krum", VALUES[:2], {}, 1.0, 1),
         ("krum", VALUES[:1], {}, 1.0, 1),
+        ("multi-krum", VALUES, {}, 3.0, 3),
+        ("multi-krum", VALUES[:2], {}, 1.5, 2),
+        ("geometric-median", VALUES, {"geometric-median__iterations": 50}, 4.0, 4),
+        ("geometric-median", VALUES[:1], {}, 1.0, 1),
     ],
 )
 def test_averages(method: str, values: list[float], settings: dict[str, Any], expected: float, steps: int) -> None:
@@ -59,7 +63,7 @@ def test_averages(method: str, values: list[float], settings: dict[str, Any], ex
 
 def test_krum_s_scores_by_hand() -> None:
     """Five points of which one is assumed wrong: the two nearest neighbors count."""
-    points = [torch.tensor([value]) for value in VALUES]
+    points = torch.tensor([[value] for value in VALUES], dtype=torch.float64)
     # 1: 1 + 9; 2: 1 + 4; 4: 1 + 4; 5: 1 + 9; 100: 95^2 + 96^2. Equal scores: the first one wins.
     assert krum_scores(points, 1) == [10.0, 5.0, 5.0, 10.0, 95.0**2 + 96.0**2]
     assert krum_scores(points, 0) == [26.0, 14.0, 14.0, 26.0, 95.0**2 + 96.0**2 + 98.0**2]
@@ -72,8 +76,37 @@ def test_a_share_of_the_models_is_rounded_up_but_not_for_rounding_errors(share: 
 
 def test_two_liars_of_nine_don_t_move_them_far() -> None:
     values = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.0, -1000.0, 1000.0]
-    for method, settings in (("median", {}), ("trimmed-mean", {}), ("krum", {"krum__share": 0.2})):
+    for method, settings in (
+        ("median", {}),
+        ("trimmed-mean", {}),
+        ("krum", {"krum__share": 0.2}),
+        ("multi-krum", {"multi-krum__share": 0.2}),
+        ("geometric-median", {}),
+    ):
         assert abs(float(combined(method, values, **settings)["head.bias"][0]) - 1) < 0.15
+
+
+def test_norm_clipping_by_hand() -> None:
+    """Changes of 1, 2 and 30 everywhere: the median norm is that of the second, so the third counts as 2."""
+    federation = federation_for("norm-clipping")
+    start = federation.problem.initial_model()
+    combiner = federation.methods.combiner(round_context(federation))
+    for client, change in enumerate((1.0, 2.0, -30.0)):
+        combiner.add(Update(client, {name: tensor + change for name, tensor in start.items()}, 1, 1, 0.0, 0.0))
+    for name, tensor in combiner.result().model.items():
+        torch.testing.assert_close(tensor - start[name], torch.full_like(tensor, 1 / 3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method", ["median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clipping"]
+)
+def test_what_is_sent_beside_a_sound_model_is_guarded_too(method: str) -> None:
+    federation = federation_for(method)
+    combiner = federation.methods.combiner(round_context(federation))
+    start = federation.problem.initial_model()
+    for client, value in enumerate([0.9, 0.95, 1.0, 1.05, 1.1, -1000.0]):
+        combiner.add(Update(client, start, 1, 1, 0.0, 0.0, extras={"other": {"c": torch.full((3,), value)}}))
+    assert 0.5 < float(combiner.result().extras["other"]["c"].mean()) < 1.5
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def _resume(args: argparse.Namespace) -> None:
 
 
 def _show(result: Result, as_json: bool) -> None:
+    from dynafed.report.load import describe_attack, flatten
     from dynafed.terminal import percent
 
     page = result.path / "report.html"
@@ -72,11 +73,13 @@ def _show(result: Result, as_json: bool) -> None:
         print(json.dumps(result.summary | {"path": str(result.path), "report": str(page)}))
         return
     summary = result.summary
+    attack = describe_attack(flatten(result.federation.config.to_dict()))
     out.print(
         f"{summary['method']} on {summary['dataset']}: {percent(result.final_accuracy)} ± "
         f"{percent(summary['final_std'])} over the last rounds, best {percent(summary['best'])} in round "
         f"{summary['best_round']}, {summary['seconds']:.1f} s"
         + (f"\nstopped: {summary['stopped']}" if "stopped" in summary else "")
+        + (f"\n{attack}" if attack else "")
         + f"\nfiles:  {result.path}\nreport: {page}",
         highlight=False,
     )

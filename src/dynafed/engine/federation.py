@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynafed import data, execution, methods, models
+from dynafed.attacks import Attack
 from dynafed.config import Config, kernel_choice
 from dynafed.data import FederatedData, Samples, Schema
 from dynafed.errors import UserError
@@ -34,6 +35,8 @@ class ClientSide:
     transforms: TransformChain
     problem: Problem
     execution: ExecutionPlan
+    attack: Attack | None = None
+    """What some clients do, in an experiment on robustness."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,13 @@ class Federation:
     @cached_property
     def client_side(self) -> ClientSide:
         """What a client's machine has."""
-        return ClientSide(self.config, self.methods, TransformChain.of(self.config), self.problem, self.execution)
+        transforms = TransformChain.of(self.config)
+        return ClientSide(self.config, self.methods, transforms, self.problem, self.execution, self.attack)
+
+    @cached_property
+    def attack(self) -> Attack | None:
+        """What some of the clients do instead of training honestly, if the config says so."""
+        return Attack.of(self.config, self.problem, self.client)
 
     @cached_property
     def server_side(self) -> ServerSide:

@@ -25,6 +25,17 @@ def local_update(
     Returns the update as it is sent, and the client's new state, which it gets back the next time it is sampled.
     `state` is what it returned last time; `work` below 1 is a slow client that does only this share of its steps.
     """
+    attack = side.attack if side.attack and side.attack.acts(client.client, broadcast.round) else None
+    update, new_state = _train(side, attack.poison(client) if attack else client, broadcast, state, work)
+    if attack:
+        update = attack.corrupt(update, broadcast, lambda other: _train(side, other, broadcast, None, 1.0)[0])
+    return side.transforms.encode(update, broadcast, side.problem.seeds), new_state
+
+
+def _train(
+    side: ClientSide, client: ClientView, broadcast: Broadcast, state: Tree | None, work: float
+) -> tuple[Update, Tree]:
+    """The update and the new state, before anything happens to them."""
     began = time.perf_counter()
     config, problem = side.config, side.problem
     kept = tree.unnest(state or {})
@@ -84,7 +95,7 @@ def local_update(
         extras={name: tree.to(output.extras, "cpu") for name, output in outputs.items() if output.extras},
         curve=tuple(curve),
     )
-    return side.transforms.encode(update, broadcast, problem.seeds), tree.to(tree.nest(new_state), "cpu")
+    return update, tree.to(tree.nest(new_state), "cpu")
 
 
 def _context(

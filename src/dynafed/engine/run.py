@@ -256,6 +256,8 @@ def one_round(
         if outcome.accepted:
             break
         state.clients.commit(())
+    if attack := federation.attack:
+        record["attackers"] = [client for client, _ in cohort.working if attack.acts(client, round_num)]
     record |= {
         "clients": outcome.accepted,
         "repeats": attempt,
@@ -271,6 +273,8 @@ def one_round(
             record["accuracy_raw"], record["loss_raw"] = backend.evaluate(outcome.model)
         if outcome.model is not outcome.average:
             record["accuracy_before_refine"], _ = backend.evaluate(outcome.average)
+        if attack:
+            record |= attack.success(federation, outcome.served or outcome.model)
         if outcome.accepted and config.watch:
             record["watch"] = _watched_losses(federation, outcome)
         record["seconds_eval"] = time.perf_counter() - evaluated

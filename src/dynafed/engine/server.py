@@ -118,13 +118,13 @@ def server_update(
     if len(accepted) < side.config.min_survivors:
         return unchanged()
     combined = combiner.result()
-    if reason := validate_finite(combined.model):
+    if reason := validate_finite(combined.model) or validate_finite(tree.nest(combined.extras)):
         return unchanged(f"the average isn't finite ({reason}), and this update is the largest")
     model = combined.model
     metrics: dict[str, Any] = {"train_loss": loss / examples, **combined.metrics}
     states, served = {}, None
     for step in side.methods.steps:
-        means = extras[step.name].mean() if step.name in extras else {}
+        means = combined.extras.get(step.name) or (extras[step.name].mean() if step.name in extras else {})
         seen = replace(context, average=combined.model, extras=means, participants=len(accepted), updates=kept)
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
         if not isinstance(output, ServerOutput):
@@ -139,6 +139,7 @@ def server_update(
 
 RESERVED = {
     *("round", "lr", "dropped", "rejected", "clients", "repeats", "skipped", "watch", "bytes_up", "bytes_down"),
+    *("attackers", "attack_success"),
     *("train_loss", "accuracy", "loss", "accuracy_raw", "loss_raw", "accuracy_before_refine"),
     *("seconds", "seconds_local", "seconds_server", "seconds_clients", "seconds_eval"),
 }

@@ -48,6 +48,7 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
         "rounds_to_target": next(reached, None) if config.target_accuracy else None,
         "rounds": len(history),
         **({"stopped": stopped} if stopped else {}),
+        **({"attack": federation.attack.summary()} if federation.attack else {}),
         "parameters": sum(problem.model.get_parameter(name).numel() for name in problem.trainable),
         "bytes_up": sum(record.get("bytes_up", 0) + record.get("bytes_enrolment", 0) for record in history),
         "bytes_down": sum(record["bytes_down"] for record in history),

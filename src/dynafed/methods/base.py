@@ -131,7 +131,7 @@ class ServerContext:
     average: Tree = field(default_factory=dict)
     """The combined model before any server step; empty while updates are still being combined."""
     extras: Tree = field(default_factory=dict)
-    """The uniform mean of what the clients' halves of this method sent."""
+    """The uniform mean of what the clients' halves of this method sent, or a robust average's own."""
     participants: int = 0
     """Accepted updates in this round."""
     updates: Sequence[Update] = ()
@@ -161,6 +161,8 @@ class Combined:
 
     model: Tree
     metrics: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Tree] = field(default_factory=dict)
+    """What clients sent beside the model, combined, by method; where it is missing, the uniform mean is taken."""
 
 
 class Combiner(Protocol):

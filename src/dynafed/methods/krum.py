@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dynafed.methods.base import Combiner, ServerContext
 from dynafed.methods.fedavg import Mean
-from dynafed.methods.robust import Gathered, Robust, part
+from dynafed.methods.robust import Gathered, Robust, flat, part
 from dynafed.settings import setting
 from dynafed.tree import Tree
 
@@ -36,27 +37,52 @@ class Krum(Robust):
     name = "krum"
     summary = "the one model (or the few) closest to the others in the average's place"
     citation = "Blanchard et al., NeurIPS 2017"
-    Settings = KrumSettings
-    settings: KrumSettings
+    Settings: ClassVar[type[Any] | None] = KrumSettings
 
     def combiner(self, server: ServerContext) -> Combiner:
         """Choose by distance over the trainable parameters; buffers come along."""
-        return Gathered(lambda models: self._chosen(models, server.problem.trainable))
+        return Gathered(
+            lambda models: self._chosen(models, server.problem.trainable),
+            lambda extras: self._chosen(extras, list(extras[0])),
+        )
 
-    def _chosen(self, models: list[Tree], trainable: Sequence[str]) -> Tree:
+    def _chosen(self, models: list[Tree], names: Sequence[str]) -> Tree:
         wrong = part(self.settings.share, len(models), spare=3)
-        scores = krum_scores([torch.cat([model[name].flatten() for name in trainable]) for model in models], wrong)
+        scores = krum_scores(flat(models, names), wrong)
         mean = Mean("uniform")
-        for index in sorted(range(len(models)), key=scores.__getitem__)[: self.settings.keep]:
+        for index in sorted(range(len(models)), key=scores.__getitem__)[: self.keep(len(models), wrong)]:
             mean.add_tree(models[index])
         return mean.mean()
 
+    def keep(self, models: int, wrong: int) -> int:
+        """How many models are averaged."""
+        return int(self.settings.keep)
 
-def krum_scores(points: list[Tensor], wrong: int) -> list[float]:
-    """Each point's sum of squared distances to the n - wrong - 2 other points nearest to it (at least one)."""
+
+@dataclass(frozen=True)
+class MultiKrumSettings:
+    """Section `multi-krum`."""
+
+    share: float = setting(0.1, "of the clients assumed to be wrong, rounded up", low=0, high=0.5)
+
+
+class MultiKrum(Krum):
+    """The mean of all models but those with the worst scores, as many as are assumed wrong."""
+
+    name = "multi-krum"
+    summary = "the mean of all models but the few farthest from the others"
+    citation = "Blanchard et al., NeurIPS 2017"
+    Settings = MultiKrumSettings
+
+    def keep(self, models: int, wrong: int) -> int:
+        """All but those assumed wrong."""
+        return models - wrong
+
+
+def krum_scores(points: Tensor, wrong: int) -> list[float]:
+    """Each row's sum of squared distances to the n - wrong - 2 other rows nearest to it (at least one)."""
     near = max(1, len(points) - wrong - 2)
-    flat = torch.stack(points).to(torch.float64)
-    squares = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").square()
+    squares = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").square()
     # A point's distance to itself, zero, sorts first.
     scores: list[float] = squares.sort(1).values[:, 1 : near + 1].sum(1).tolist()
     return scores

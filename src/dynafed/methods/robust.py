@@ -17,21 +17,32 @@ from dynafed.methods.base import Combined, Combiner, Method, Needs, ServerContex
 from dynafed.settings import setting
 from dynafed.tree import Tree, cast, map_tensors
 
+Combine = Callable[[list[Tree]], Tree]
+
 
 class Gathered:
-    """Keeps every model until the last one is there, then combines them all."""
+    """Keeps every model until the last one is there, then combines them all.
 
-    def __init__(self, combine: Callable[[list[Tree]], Tree]) -> None:
+    What the clients' methods send beside the model is combined in the same way, by itself: a client can send a sound
+    model and something wrong beside it.
+    """
+
+    def __init__(self, combine: Combine, combine_extras: Combine | None = None) -> None:
         self.combine = combine
+        self.combine_extras = combine_extras or combine
         self.models: list[Tree] = []
+        self.extras: dict[str, list[Tree]] = {}
 
     def add(self, update: Update) -> None:
         """Take one more update."""
         self.models.append(update.model)
+        for name, extra in update.extras.items():
+            self.extras.setdefault(name, []).append(dict(extra))
 
     def result(self) -> Combined:
         """The combined model."""
-        return Combined(self.combine(self.models))
+        extras = {name: self.combine_extras(trees) for name, trees in self.extras.items()}
+        return Combined(self.combine(self.models), extras=extras)
 
 
 class Robust(Method):
@@ -94,5 +105,23 @@ def trimmed(models: list[Tree], cut: int) -> Tree:
     def combine(*values: Tensor) -> Tensor:
         middle = torch.stack(values).sort(0).values[cut : len(values) - cut].to(torch.float64).mean(0)
         return cast(middle, values[0].dtype)
+
+    return map_tensors(combine, *models)
+
+
+def flat(models: Sequence[Tree], names: Sequence[str]) -> Tensor:
+    """The named tensors of each model as a row, in double precision."""
+    return torch.stack([torch.cat([model[name].flatten() for name in names]) for model in models]).to(torch.float64)
+
+
+def weighted(models: Sequence[Tree], weights: Sequence[float]) -> Tree:
+    """The mean with these weights."""
+    total = math.fsum(weights)
+
+    def combine(*values: Tensor) -> Tensor:
+        summed = torch.zeros(values[0].shape, dtype=torch.float64)
+        for value, weight in zip(values, weights, strict=True):
+            summed.add_(value, alpha=weight)
+        return cast(summed / total, values[0].dtype)
 
     return map_tensors(combine, *models)

@@ -154,6 +154,8 @@ def load_run(path: Path) -> Run:
     summary = _json(path / "summary.json", notes)
     blocks = _json(path / "report.json", notes)
     class_names = summary.get("class_names") if isinstance(summary, dict) else None
+    if attack := describe_attack(config):
+        notes.append(attack)
     return Run(
         path=path,
         config=config,
@@ -163,6 +165,16 @@ def load_run(path: Path) -> Run:
         blocks=tuple(blocks if isinstance(blocks, list) else [] if blocks is None else [blocks]),
         notes=tuple(notes),
     )
+
+
+def describe_attack(config: Mapping[str, Any]) -> str:
+    """Who attacks in a run, in words, from its flat config; nothing if nobody does."""
+    kind, share = config.get("attack.kind", "none"), config.get("attack.share", 0)
+    if kind == "none" or not share:
+        return ""
+    rounds = config.get("attack.rounds")
+    when = f"rounds {rounds[0]} to {rounds[1]}" if rounds else "every round"
+    return f"an experiment with attackers: {100 * share:.3g} % of the clients, {kind}, in {when}"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,8 @@ except ModuleNotFoundError:
     raise ModuleNotFoundError("dynafed.flower needs Flower: pip install dynafed[flower]", name="flwr") from None
 
 from dynafed.flower.apps import client_app, server_app
+from dynafed.flower.average import Average
 from dynafed.flower.refiner import Refiner
 from dynafed.flower.strategy import DynaFed
 
-__all__ = ["DynaFed", "Refiner", "client_app", "server_app"]
+__all__ = ["Average", "DynaFed", "Refiner", "client_app", "server_app"]

@@ -49,7 +49,7 @@ class StrategyState:
         tensors, notes = {}, []
         for depth, (one, initial) in enumerate(zip(self.strategies, self.initial_numbers, strict=True)):
             for name, value in vars(one).items():
-                if name != CURRENT_ARRAYS and (found := _arrays(value)):
+                if name not in (CURRENT_ARRAYS, "sent_arrays") and (found := _arrays(value)):
                     kind, arrays = found
                     tensors[f"{depth}/{name}/{kind}"] = encode_order(arrays)
             accountant = getattr(one, "accountant", None)

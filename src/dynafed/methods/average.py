@@ -5,7 +5,7 @@ Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalizati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +34,41 @@ class AverageSettings:
     )
 
 
-class Average(Method):
-    """Comes last in a composition, and needs nothing but the global model: it goes with secure aggregation.
+class RunningMean:
+    """The mean of the global models so far. Its state is the last models, or one running sum in double precision."""
 
-    The state is the last models, or one running sum in double precision.
-    """
+    def __init__(self, settings: AverageSettings) -> None:
+        self.settings = settings
+
+    def add(self, state: Tree, model: Tree, round_num: int) -> Tree:
+        """The state with one more model."""
+        if self.settings.kind != "last":
+            return self._summed(model, state, round_num)
+        models = tree.unnest(state) | {f"{round_num:06d}": tree.clone_contiguous(model)}
+        return tree.nest({number: models[number] for number in sorted(models)[-self.settings.window :]})
+
+    def mean(self, state: Tree, like: Tree) -> Tree:
+        """The mean, in the order and the dtypes of a model; whole-number buffers are rounded."""
+        if self.settings.kind != "last":
+            return {name: tree.cast(state[f"sum/{name}"] / state["weight"], own.dtype) for name, own in like.items()}
+        mean = Mean("uniform")
+        for model in tree.unnest(state).values():
+            mean.add_tree(tree.only(model, like))
+        return mean.mean()
+
+    def _summed(self, model: Tree, state: Tree, round_num: int) -> Tree:
+        """The running sum with one more model, and the sum of the weights; the first model begins it."""
+        chosen = self.settings
+        keep, weight = (chosen.decay, 1 - chosen.decay) if chosen.kind == "exponential" else (1.0, 1.0)
+        sums = {f"sum/{name}": tensor.double() for name, tensor in model.items()}
+        sums["weight"] = torch.ones((), dtype=torch.float64)
+        if not state or (chosen.kind == "since" and round_num <= chosen.since):
+            return sums
+        return {name: keep * state[name] + weight * tensor for name, tensor in sums.items()}
+
+
+class Average(Method):
+    """Comes last in a composition, and needs nothing but the global model: it goes with secure aggregation."""
 
     name = "average"
     summary = "evaluates and serves a running mean of the global models"
@@ -53,35 +83,9 @@ class Average(Method):
 
     def server_step(self, model: Tree, state: Tree, server: ServerContext) -> ServerOutput:
         """Add the round's model to the mean."""
-        if self.settings.kind == "last":
-            models = tree.unnest(state) | {f"{server.round:06d}": tree.clone_contiguous(model)}
-            kept = {number: models[number] for number in sorted(models)[-self.settings.window :]}
-            new_state, mean = tree.nest(kept), _mean(kept.values())
-        else:
-            new_state = self._summed(model, state, server.round)
-            mean = _divided(new_state, like=model)
+        running = RunningMean(self.settings)
+        state = running.add(state, model, server.round)
+        mean = running.mean(state, model)
         if self.settings.clients_get == "mean":
-            return ServerOutput(mean, new_state)
-        return ServerOutput(model, new_state, served=mean)
-
-    def _summed(self, model: Tree, state: Tree, round_num: int) -> Tree:
-        """The running sum with one more model, and the sum of the weights; the first model begins it."""
-        chosen = self.settings
-        keep, weight = (chosen.decay, 1 - chosen.decay) if chosen.kind == "exponential" else (1.0, 1.0)
-        sums = {f"sum/{name}": tensor.double() for name, tensor in model.items()}
-        sums["weight"] = torch.ones((), dtype=torch.float64)
-        if not state or (chosen.kind == "since" and round_num <= chosen.since):
-            return sums
-        return {name: keep * state[name] + weight * tensor for name, tensor in sums.items()}
-
-
-def _mean(models: Iterable[Tree]) -> Tree:
-    mean = Mean("uniform")
-    for model in models:
-        mean.add_tree(model)
-    return mean.mean()
-
-
-def _divided(state: Tree, like: Tree) -> Tree:
-    """The mean in the model's own dtypes; whole-number buffers are rounded."""
-    return {name: tree.cast(state[f"sum/{name}"] / state["weight"], own.dtype) for name, own in like.items()}
+            return ServerOutput(mean, state)
+        return ServerOutput(model, state, served=mean)

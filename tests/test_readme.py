@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,7 +39,8 @@ def test_the_methods_are_counted() -> None:
 
 
 def test_commands_parse() -> None:
-    commands = re.findall(r"^\$ dynafed (.*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+    pages = "".join(page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    commands = re.findall(r"^\$ dynafed (.*?)(?:\s+#.*)?$", pages, flags=re.MULTILINE)
     assert commands
     for command in commands:
         make_parser().parse_args(command.split())
@@ -54,30 +54,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_callbacks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "callbacks.md").read_text()
-    scalars: dict[str, list[float]] = {}
-
-    class SummaryWriter:
-        def __init__(self, folder: Path, purge_step: int) -> None:
-            assert (folder.name, purge_step) == ("tensorboard", 1)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars.setdefault(name, []).append(value)
-
-        def add_histogram(self, name: str, values: Any, step: int) -> None:
-            assert len(values) > 1
-
-        def close(self) -> None:
-            scalars["closed"] = []
-
-    fake: Any = ModuleType("torch.utils.tensorboard")
-    fake.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         exec(compile(block, "docs/callbacks.md", "exec"), names)
-    assert scalars["accuracy"] == names["accuracies"]
-    assert "closed" in scalars
+    assert list(Path("runs/logged/tensorboard").glob("events*"))
     functions = [name for name in vars(dynafed.Callback) if name.startswith("on_")]
     for name in (*functions, *dynafed.RunContext.__dataclass_fields__):
         assert f"| `{name}" in page, name

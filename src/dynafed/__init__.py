@@ -49,7 +49,18 @@ _LAZY = {
 }
 """Where the public names are. They are imported when they are first used, because torch takes a second or two."""
 
-_MODULES = ("callbacks", "config", "data", "methods", "models", "settings", "synthesis", "transforms", "tree")
+_MODULES = (
+    "callbacks",
+    "config",
+    "data",
+    "loggers",
+    "methods",
+    "models",
+    "settings",
+    "synthesis",
+    "transforms",
+    "tree",
+)
 
 
 def __getattr__(name: str) -> Any:

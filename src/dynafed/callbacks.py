@@ -156,7 +156,15 @@ class EarlyStopping(Callback):
             run.stop(f"{chosen.metric} didn't rise in {chosen.patience} evaluations, up to round {record['round']}")
 
 
-CALLBACKS: Registry[Callable[..., Callback]] = Registry("callback", {"early-stopping": EarlyStopping}, key="callbacks")
+LOGGERS = {
+    "tensorboard": "dynafed.loggers:TensorBoard",
+    "wandb": "dynafed.loggers:WandB",
+    "mlflow": "dynafed.loggers:MLflow",
+}
+
+CALLBACKS: Registry[Callable[..., Callback]] = Registry(
+    "callback", {"early-stopping": EarlyStopping, **LOGGERS}, key="callbacks"
+)
 """Callbacks that a config can name."""
 
 

@@ -49,6 +49,9 @@ def add_execution_arguments(to: argparse.ArgumentParser) -> None:
     to.add_argument("--data-dir", metavar="DIR", help="where the datasets are (default: $DYNAFED_DATA)")
     to.add_argument("--engine", metavar="NAME", help="what trains the clients (default: local, processes of our own)")
     to.add_argument("--workers", type=int, metavar="N", help="processes; any number gives the same result")
+    to.add_argument(
+        "--log", action="append", default=[], metavar="NAME", help="log to tensorboard, wandb or mlflow, too"
+    )
     to.add_argument("--json", action="store_true", help="print one JSON object, the summary, and nothing else")
     to.add_argument("-v", "--verbose", action="store_true", help="say what was chosen")
 
@@ -58,7 +61,13 @@ def load_config(args: argparse.Namespace) -> Config:
     from dynafed.config import Config, parse_override
 
     changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
-    return Config.load(args.source or "demo", changes)
+    config = Config.load(args.source or "demo", changes)
+    return config.replace(callbacks=with_loggers(config, args.log)) if args.log else config
+
+
+def with_loggers(config: Config, names: Sequence[str]) -> list[str]:
+    """The config's callbacks and those that `--log` names."""
+    return list(dict.fromkeys([*config.callbacks, *names]))
 
 
 def execution_overrides(args: argparse.Namespace) -> dict[str, Any]:

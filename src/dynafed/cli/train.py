@@ -19,6 +19,7 @@ from dynafed.cli.common import (
     execution_overrides,
     load_config,
     out,
+    with_loggers,
 )
 from dynafed.errors import Interrupted, UserError
 
@@ -54,11 +55,14 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from dynafed.config import parse_override
+    from dynafed.config import Config, parse_override
     from dynafed.engine.run import resume
     from dynafed.terminal import ProgressBar
 
     changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
+    if args.log:
+        before = Config.load(Path(args.path) / "config.toml")
+        changes = {"callbacks": with_loggers(before, args.log)} | changes
     with ProgressBar("resume", err) as bar:
         result = resume(args.path, changes=changes, callbacks=[bar])
     _show(result, args.json)

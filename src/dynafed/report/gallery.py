@@ -6,7 +6,7 @@ import base64
 import io
 from typing import TYPE_CHECKING
 
-from dynafed.report.load import Run
+from dynafed.report.load import Run, snapshots
 from dynafed.report.text import escape, percent, plural
 
 if TYPE_CHECKING:
@@ -111,10 +111,9 @@ def _stages(run: Run, height: int, width: int) -> list[tuple[int, Images]]:
     from PIL import Image
 
     found = []
-    for path in sorted(run.path.glob("synthetic-*.png")):
+    for iteration, path in snapshots(run.path):
         try:
             sheet = np.asarray(Image.open(path).convert("RGB"), dtype=np.float64) / 255
-            iteration = int(path.stem.split("-")[1])
         except (OSError, ValueError):
             continue
         rows, columns = sheet.shape[0] // height, sheet.shape[1] // width

@@ -177,6 +177,29 @@ def describe_attack(config: Mapping[str, Any]) -> str:
     return f"an experiment with attackers: {100 * share:.3g} % of the clients, {kind}, in {when}"
 
 
+def read_partition(folder: Path) -> Partition | None:
+    """What partition.json says, if it can be read."""
+    return _partition(_json(folder / "partition.json", []), None, [])
+
+
+def read_synthesis(folder: Path) -> dict[int, float]:
+    """The matching loss of each iteration of the last synthesis, as far as it got."""
+    losses: dict[int, float] = {}
+    file = folder / "synthesis.jsonl"
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            losses |= {int(number): float(loss) for number, loss in json.loads(line).items()}
+        except (ValueError, TypeError, AttributeError):
+            continue
+    return losses
+
+
+def snapshots(folder: Path) -> list[tuple[int, Path]]:
+    """(iteration, picture) of the synthetic samples as they came into being, in order."""
+    named = ((path.stem.removeprefix("synthetic-"), path) for path in folder.glob("synthetic-*.png"))
+    return sorted((int(number), path) for number, path in named if number.isdecimal())
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with dotted keys."""
     flat: dict[str, Any] = {}

@@ -129,14 +129,19 @@ def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str
     return RecordDict({"node": ConfigRecord(cast(dict[str, ConfigRecordValues], node))})
 
 
-def read_node_info(content: RecordDict) -> tuple[int, int | None, str]:
-    """The inverse of `node_info_reply`; raises any exception if the node sent something else."""
+def read_node_info(content: RecordDict) -> tuple[int, int | None]:
+    """The partition and the number of partitions; raises any exception if the node sent something else."""
     node = content.config_records["node"]
-    partition, num_partitions, fingerprint = node["partition"], node.get("partitions"), node["fingerprint"]
+    partition, num_partitions = node["partition"], node.get("partitions")
     # Not isinstance: True is an int, too.
-    if type(partition) is not int or type(num_partitions) not in (int, type(None)) or not isinstance(fingerprint, str):
+    if type(partition) is not int or type(num_partitions) not in (int, type(None)):
         raise UserError("its partition-id and num-partitions must be whole numbers")
-    return partition, cast(int | None, num_partitions), fingerprint
+    return partition, cast(int | None, num_partitions)
+
+
+def read_fingerprint(content: RecordDict) -> object:
+    """The checksum in what a node says about itself."""
+    return content.config_records["node"]["fingerprint"]
 
 
 def read_setup_request(content: RecordDict) -> int:

@@ -205,7 +205,7 @@ class Config:
             **models.section_types([self.model]),
             **methods.section_types(methods.load(self.method)),
             **_section_types(parts),
-            **{name: kind for name, kind in _engine_sections().items() if name in self.sections},
+            **{name: kind for name, kind in engine_sections().items() if name in self.sections},
         }
 
     def is_execution(self, key: str) -> bool:
@@ -258,7 +258,7 @@ def _section_types(parts: list[Any]) -> dict[str, type[Any]]:
     return {part.name: part.Settings for part in parts if getattr(part, "Settings", None) is not None}
 
 
-def _engine_sections() -> dict[str, type[Any]]:
+def engine_sections() -> dict[str, type[Any]]:
     """Sections that are no part's: a config has them only if it names them."""
     from dynafed.attacks import AttackSettings
 
@@ -277,7 +277,7 @@ def installed_sections() -> dict[str, type[Any]]:
         **models.section_types(models.MODELS.names()),
         **methods.section_types(kinds),
         **_section_types(parts),
-        **_engine_sections(),
+        **engine_sections(),
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynafed.callbacks import CALLBACKS
-from dynafed.config import Config
+from dynafed.config import Config, engine_sections
 from dynafed.errors import UserError
 from dynafed.methods import METHODS
 from dynafed.models import MODELS
@@ -39,6 +39,8 @@ def config_reference(section: str | None = None, *, builtin: bool = False) -> li
             key = getattr(part, "section", None) or part.name
             found.setdefault(key, {"section": key, "parts": [], "keys": describe(group)})
             found[key]["parts"].append(f"{registry.kind} {name}")
+    for key, group in engine_sections().items():
+        found[key] = {"section": key, "parts": ["the engine, if the config has this section"], "keys": describe(group)}
     if section is None:
         return list(found.values())
     if section not in found:

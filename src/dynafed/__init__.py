@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dynafed.errors import Interrupted, UserError
+from dynafed.errors import Interrupted, RunFailed, UserError
 
 if TYPE_CHECKING:
     from dynafed.callbacks import Callback, EarlyStopping, RunContext
@@ -25,6 +25,7 @@ __all__ = [
     "Method",
     "Result",
     "RunContext",
+    "RunFailed",
     "UserError",
     "__version__",
     "compare",

@@ -81,6 +81,18 @@ class Config:
     )
     max_repeats: int = setting(10, "a round that fails this often is skipped", low=0)
 
+    large_updates: str = setting(
+        "reject",
+        "what becomes of an update that is far larger than those of the rounds before",
+        choices=("reject", "clip", "accept"),
+    )
+    max_update_norm: float = setting(
+        0.0, "the largest norm of a client's change of the model (0: 100 times the median of the last rounds)", low=0
+    )
+    max_failed_rounds: int = setting(
+        20, "the run ends after so many failed rounds in a row (0: never)", low=0, execution=True
+    )
+
     update_transforms: tuple[str, ...] = setting((), "what changes a client's update before it is sent, in this order")
 
     checkpoint_every: int = setting(10, "rounds between checkpoints", low=1, execution=True)
@@ -222,9 +234,8 @@ class Config:
         unused = self.sections.keys() - self.used_sections().keys()
         values = self.to_dict().items()
         kept = {key: value for key, value in values if key not in unused and not self.is_execution(key)}
-        if not self.update_transforms:  # folders of older runs don't know the key
-            del kept["update_transforms"]
-        return kept
+        # Folders of older runs don't know these keys.
+        return {key: value for key, value in kept.items() if key not in LATER_KEYS or value != LATER_KEYS[key]}
 
     @property
     def sampled(self) -> int:
@@ -251,6 +262,10 @@ class Config:
 
 EXECUTION_KEYS = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("execution"))
 """Keys that decide how a run is executed, not what it computes."""
+
+
+LATER_KEYS = {"update_transforms": [], "large_updates": "reject", "max_update_norm": 0.0}
+"""Deciding keys that the first version didn't have, and the values that change nothing."""
 
 
 def _section_types(parts: list[Any]) -> dict[str, type[Any]]:

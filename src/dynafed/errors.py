@@ -11,7 +11,11 @@ class FolderBusy(UserError):
     """Another process is writing to a folder."""
 
 
-class WorkerDied(RuntimeError):
+class RunFailed(RuntimeError):
+    """A run can't go on; its state up to the last finished round is saved. The command line exits with 1."""
+
+
+class WorkerDied(RunFailed):
     """A process that trains clients ended by itself; the run's state up to the last finished round is saved."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from federation import NODES, ROUNDS, SMALL, Weights, equal, initial, network, run, train, wrapped
 from flwr.app import Array, ArrayRecord, Message, RecordDict
@@ -216,7 +217,35 @@ def test_if_every_client_always_fails_it_says_so_and_the_model_stays(caplog: pyt
 def test_nan_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "flwr"):
         run(wrapped(FedAvg()), Failing((3,), nan=True), rounds=3)
-    assert "the aggregate of round 3 is no model: '0.bias' holds NaN or infinity" in caplog.text
+    assert "the reply of node 2 is left out: '0.bias' holds NaN or infinity" in caplog.text
+    assert "round 3 has no aggregate" in caplog.text
+
+
+class Huge:
+    """Node 2 sends numbers that are finite, and far too large, in every round."""
+
+    def __call__(self, node: int, message: Message) -> RecordDict:
+        reply = train(node, message)
+        if node == 2 and "0.bias" in reply["arrays"]:
+            reply["arrays"]["0.bias"] = Array(np.full(8, 1e30, np.float32))
+        return reply
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam"])
+def test_a_huge_reply_is_left_out(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, models = run(wrapped(PLAIN[name](), folder=tmp_path), Huge())
+    assert all(float(tensor.abs().max()) < 100 for tensor in models[ROUNDS].values())
+    assert not equal(models[1], models[0])
+    assert "the reply of node 2 is left out: an update of norm" in caplog.text
+    assert "norms/model" in safetensors.torch.load_file(tmp_path / "flower.safetensors")
+    with pytest.raises(UserError, match="large_updates = 'maybe' is not one of reject, accept"):
+        wrapped(FedAvg(), large_updates="maybe")
+
+
+def test_an_absurd_aggregate_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
+    _, models = run(wrapped(flower.FedAdam(eta=1e20)))
+    assert equal(models[ROUNDS], models[0])
+    assert "the aggregate of round 1 is no model: a step of norm" in caplog.text
 
 
 # Layouts

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynafed.cli import config, data, listings, report, synthesize, train
-from dynafed.errors import UserError, WorkerDied
+from dynafed.errors import RunFailed, UserError
 
 GROUPS = (train, synthesize, report, config, listings, data)
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"dynafed: {error}", file=sys.stderr)
         return 2
-    except WorkerDied as error:
+    except RunFailed as error:
         print(f"dynafed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:

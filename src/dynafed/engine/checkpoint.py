@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class RunState:
     clients: ClientStore
     served: Tree | None = None
     """What is evaluated and served in the model's place, such as a running mean; None if it is the model itself."""
+    norms: Tree = field(default_factory=dict)
+    """How large the updates of the last rounds were; see `engine.guard`."""
 
     @property
     def final_model(self) -> Tree:
@@ -61,7 +63,7 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
         "fingerprint": federation.fingerprint,
         "clients": state.clients.write_listing(),
     }
-    parts = {"model": state.model, "server": tree.nest(state.server)}
+    parts = {"model": state.model, "server": tree.nest(state.server), "norms": state.norms}
     if state.served is not None:
         parts["served"] = state.served
     tensors = tree.pack(tree.nest(parts))
@@ -101,7 +103,7 @@ def load(path: Path, federation: Federation, backend: Backend) -> RunState:
         parts = read_parts(folder)
         states = tree.unnest(parts.get("server", {}))
         server = {step.name: states.get(step.name, {}) for step in federation.methods.steps}
-        return RunState(body["round"], parts["model"], server, clients, parts.get("served"))
+        return RunState(body["round"], parts["model"], server, clients, parts.get("served"), parts.get("norms", {}))
     return RunState.initial(federation, backend, path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,8 @@ class ServerSide:
     problem: Problem
     data: tuple[Tensor, Tensor] | None = None
     """The samples that the server holds (normalized, on the device) and their labels; of no client."""
+    client_size: Callable[[int], int | None] = lambda client: None
+    """How many samples a client holds, if the server knows."""
 
     def context(self, round_num: int, global_model: Tree, runtime: ServerRuntime) -> ServerContext:
         """What the methods' server halves see at the beginning of a round."""
@@ -136,7 +138,8 @@ class Federation:
         ready = (
             (self.schema.normalize(held[0].to(self.problem.device)), held[1].to(self.problem.device)) if held else None
         )
-        return ServerSide(self.config, self.methods, TransformChain.of(self.config), self.problem, ready)
+        transforms = TransformChain.of(self.config)
+        return ServerSide(self.config, self.methods, transforms, self.problem, ready, self.data.client_size)
 
     def client(self, client: int) -> ClientView:
         """One client with its own data."""

@@ -28,7 +28,7 @@ from dynafed.engine.files import lock_folder, make_folder, new_folder, resume_co
 from dynafed.engine.server import RoundOutcome, server_broadcast, server_setup, server_update
 from dynafed.engine.stopping import Stopped, StopSignal
 from dynafed.engine.summary import class_distribution, read_metrics, summarize
-from dynafed.errors import Interrupted, UserError, WorkerDied
+from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
 from dynafed.models import Factory
@@ -194,6 +194,8 @@ def _run_rounds(
                 callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
                     callbacks.tell("on_checkpoint", run, checkpoint.save(path, federation, state))
+                check_failed_rounds(config.max_failed_rounds, history)
+            check_failed_rounds(config.max_failed_rounds, history)  # a resumed run may have no rounds left
         except Exception as error:
             failure = _explained(error, path)
             try:
@@ -214,12 +216,23 @@ def _run_rounds(
     return result
 
 
+def check_failed_rounds(allowed: int, history: list[Record]) -> None:
+    """End a run in which nothing gets through any more; `allowed` failed rounds in a row are too many."""
+    last = history[-allowed:]
+    if allowed and len(last) == allowed and all(record.get("skipped") for record in last):
+        reasons = [f"client {each['client']}: {each['reason']}" for record in last for each in record["rejected"]]
+        raise RunFailed(
+            f"{allowed} rounds in a row failed (max_failed_rounds), the last is round {last[-1]['round']}"
+            + (f"; {reasons[-1]}" if reasons else "; no client sent an update")
+        )
+
+
 def _explained(error: Exception, path: Path) -> BaseException:
     """What is raised in an error's place, with the command that continues the run."""
     if isinstance(error, Stopped):
         return Interrupted(f"interrupted; continue with: {resume_command(path)}", path)
-    if isinstance(error, WorkerDied):
-        return WorkerDied(f"{error}; continue with: {resume_command(path)}")
+    if isinstance(error, RunFailed):
+        return type(error)(f"{error}; continue with: {resume_command(path)}")
     if not isinstance(error, UserError):
         error.add_note(f"continue with: {resume_command(path)}")
     return error
@@ -243,11 +256,13 @@ def one_round(
         state = replace(state, server=server)
         record |= counts
     broadcast = server_broadcast(side, round_num, state.model, state.server)
+    norms = state.norms
     for attempt in range(1 + (config.max_repeats if config.failed_round == "repeat" else 0)):
         cohort = sample_clients(federation, round_num, attempt)
         trained = waiting.time(backend.train(broadcast, cohort.working, state.clients.load))
         updates = _stage_states(trained, state, runtime, on_result)
-        outcome = server_update(side, broadcast, state.server, updates, runtime)
+        outcome = server_update(side, broadcast, state.server, updates, runtime, norms)
+        norms = outcome.norms
         record["dropped"] += cohort.dropped
         record["rejected"] += outcome.rejected
         record["bytes_up"] += outcome.bytes_up
@@ -280,7 +295,7 @@ def one_round(
         record["seconds_eval"] = time.perf_counter() - evaluated
     record["seconds"] = time.perf_counter() - began
     state.clients.commit(outcome.accepted)  # last: whatever fails before leaves the old state as it was
-    return RunState(round_num, outcome.model, dict(outcome.server), state.clients, outcome.served), record
+    return RunState(round_num, outcome.model, dict(outcome.server), state.clients, outcome.served, norms), record
 
 
 def _stage_states(

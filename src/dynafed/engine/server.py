@@ -8,6 +8,7 @@ from typing import Any
 
 from dynafed import tree
 from dynafed.engine.federation import ServerSide
+from dynafed.engine.guard import NormGuard
 from dynafed.errors import UserError
 from dynafed.messages import Broadcast, Update, validate_finite, validate_setup, validate_update
 from dynafed.methods import Mean, ServerOutput, ServerRuntime
@@ -36,6 +37,8 @@ class RoundOutcome:
     """The losses of watched clients during local training."""
     served: Tree | None = None
     """What is evaluated and served in the model's place; None if it is the model itself."""
+    norms: Tree = field(default_factory=dict)
+    """What the next round's updates are judged by."""
 
 
 def server_broadcast(side: ServerSide, round_num: int, model: Tree, server: Mapping[str, Tree]) -> Broadcast:
@@ -74,15 +77,18 @@ def server_update(
     server: Mapping[str, Tree],
     updates: Iterable[Update],
     runtime: ServerRuntime | None = None,
+    norms: Tree | None = None,
 ) -> RoundOutcome:
     """One round's updates become the next global model.
 
     `updates` may be a stream: nothing but a running sum is held, unless a method needs each model. With fewer sound
-    updates than `min_survivors`, or if the average or a server step returns something that isn't finite, everything
-    stays as it was; then the largest update is named.
+    updates than `min_survivors`, or if the average or a server step returns something that isn't finite or is absurdly
+    large, everything stays as it was; then the largest update is named. `norms` is the outcome's of the round before.
     """
     context = side.context(broadcast.round, broadcast.model, runtime or ServerRuntime())
     combiner = side.methods.combiner(context)
+    config = side.config
+    guard = NormGuard(broadcast.model, norms, config.large_updates, config.max_update_norm, config.weighting)
     spec = side.methods.extras_spec(side.problem)
     extras: dict[str, Mean] = {}
     kept: list[Update] = []
@@ -91,16 +97,17 @@ def server_update(
     rejected: list[dict[str, Any]] = []
     loss = examples = seconds = 0.0
     bytes_up = 0
-    largest = (0.0, -1)
     for sent in updates:
         bytes_up += sent.nbytes
         seconds += sent.seconds
         update = side.transforms.decode(sent, broadcast)
-        if reason := validate_update(update, broadcast, spec):
+        reason = validate_update(update, broadcast, spec) or _validate_examples(side, update)
+        if not reason:
+            update, reason = guard.judge(update)
+        if reason:
             rejected.append({"client": update.client, "reason": reason})
             continue
         combiner.add(update)
-        largest = max(largest, (tree.max_abs(update.model), update.client))
         for name, extra in update.extras.items():
             extras.setdefault(name, Mean("uniform")).add_tree(dict(extra))
         if side.methods.keeps_updates:
@@ -111,15 +118,23 @@ def server_update(
         loss += update.loss * update.examples
         examples += update.examples
 
-    def unchanged(because: str = "") -> RoundOutcome:
-        blamed = [{"client": largest[1], "reason": because}] if because else []
-        return RoundOutcome(broadcast.model, broadcast.model, server, [], rejected + blamed, bytes_up, seconds)
+    def unchanged(because: str = "", client: int | None = None) -> RoundOutcome:
+        blamed = [{"client": guard.largest if client is None else client, "reason": because}] if because else []
+        model = broadcast.model
+        return RoundOutcome(model, model, server, [], rejected + blamed, bytes_up, seconds, norms=known)
 
-    if len(accepted) < side.config.min_survivors:
+    enough = len(accepted) >= config.min_survivors
+    known = guard.norms() if enough else norms or {}
+    if not enough:
         return unchanged()
+    if found := guard.contaminated_by():
+        return unchanged(found[1], found[0])
     combined = combiner.result()
-    if reason := validate_finite(combined.model) or validate_finite(tree.nest(combined.extras)):
-        return unchanged(f"the average isn't finite ({reason}), and this update is the largest")
+    for part in (combined.model, tree.nest(combined.extras)):
+        if reason := validate_finite(part):
+            return unchanged(f"the average is no model ({reason}), and this update is the largest")
+    if reason := guard.check_step(combined.model):
+        return unchanged(f"the average is no model ({reason}), and this update is the largest")
     model = combined.model
     metrics: dict[str, Any] = {"train_loss": loss / examples, **combined.metrics}
     states, served = {}, None
@@ -129,12 +144,21 @@ def server_update(
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
         if not isinstance(output, ServerOutput):
             raise UserError(f"{step.name}'s server_step must return a ServerOutput, not a {type(output).__name__}")
-        if reason := validate_finite(output.model) or validate_finite(output.state):
-            return unchanged(f"{step.name} returned something that isn't finite ({reason}); this update is the largest")
+        parts = (output.model, output.state, output.served or {})
+        if reason := next(filter(None, map(validate_finite, parts)), None) or guard.check_step(output.model):
+            return unchanged(f"{step.name} returned no model ({reason}), and this update is the largest")
         model, served = output.model, output.served
         states[step.name] = output.state
         metrics |= _checked_metrics(step.name, output.metrics)
-    return RoundOutcome(combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served)
+    return RoundOutcome(
+        combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served, known
+    )
+
+
+def _validate_examples(side: ServerSide, update: Update) -> str | None:
+    """Returns why a client's claimed number of examples must not weigh, or None if it may."""
+    held = side.client_size(update.client) if side.config.weighting == "examples" else None
+    return None if held in (None, update.examples) else f"it claims {update.examples} examples and holds {held}"
 
 
 RESERVED = {

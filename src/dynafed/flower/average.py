@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from dynafed.flower.records import from_record, to_record
-from dynafed.flower.refiner import NotFinite
+from dynafed.flower.reply_guard import NoModel
 from dynafed.flower.wrapper import Wrapper
 from dynafed.messages import validate_finite
 from dynafed.methods.average import AverageSettings, RunningMean
@@ -36,9 +36,10 @@ class Average(Wrapper):
         *,
         config: AverageSettings | Mapping[str, Any] | None = None,
         folder: str | Path | None = None,
+        large_updates: str = "reject",
     ) -> None:
         inner = strategy.folder if isinstance(strategy, Wrapper) else None
-        super().__init__(strategy, folder if folder is not None else inner)
+        super().__init__(strategy, folder if folder is not None else inner, large_updates)
         self.settings = (
             config if isinstance(config, AverageSettings) else build(AverageSettings, config or {}, "average.")
         )
@@ -63,7 +64,7 @@ class Average(Wrapper):
             return None
         model = from_record(aggregate)
         if problem := validate_finite(model):
-            raise NotFinite(f"the aggregate of round {round_num} is no model: {problem}")
+            raise NoModel(f"the aggregate of round {round_num} is no model: {problem}")
         self.state = self.running.add(self.state, model, round_num)
         self.mean = to_record(self.running.mean(self.state, model))
         return self.mean if self.settings.clients_get == "mean" else aggregate

@@ -15,6 +15,7 @@ from dynafed import models
 from dynafed.engine.files import make_folder
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
+from dynafed.flower.reply_guard import NoModel
 from dynafed.messages import validate_finite, validate_layout
 from dynafed.methods.base import ServerRuntime
 from dynafed.methods.dynafed import Algorithm
@@ -24,10 +25,6 @@ from dynafed.synthesis.problem import SynthesisProblem
 from dynafed.tree import Tree, cast
 
 log = logging.getLogger("flwr")
-
-
-class NotFinite(UserError):
-    """An aggregate holds NaN or infinity."""
 
 
 class Refiner:
@@ -81,14 +78,14 @@ class Refiner:
         """What the clients get in place of a round's aggregate; order and dtypes are those of what they got before.
 
         A round without an aggregate leaves no trace; one in which the aggregate or the fine-tuned model holds NaN or
-        infinity doesn't either, and raises `NotFinite`.
+        infinity doesn't either, and raises `NoModel`.
         """
         self.metrics = {}
         if not arrays:
             return None
         aggregate = self._by_name(arrays)
         if problem := validate_finite(aggregate):
-            raise NotFinite(f"the aggregate of round {server_round} is no model: {problem}")
+            raise NoModel(f"the aggregate of round {server_round} is no model: {problem}")
         model = self._to_module(aggregate)
         # The synthesis takes from the module what isn't trained: buffers, frozen layers.
         self.problem.module.load_state_dict(model, strict=False)
@@ -96,7 +93,7 @@ class Refiner:
             self.problem, model, self.state, server_round, ServerRuntime(self.folder, progress=_log_progress)
         )
         if problem := validate_finite(refined.model):
-            raise NotFinite(f"fine-tuning round {server_round} returned no model: {problem}; lower dynafed.finetune_lr")
+            raise NoModel(f"fine-tuning round {server_round} returned no model: {problem}; lower dynafed.finetune_lr")
         self.state, self.metrics = refined.state, dict(refined.metrics)
         if self.metrics:
             log.info("DynaFed: D_syn is made; %s", ", ".join(f"{name} {x:.3g}" for name, x in self.metrics.items()))

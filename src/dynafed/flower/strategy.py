@@ -39,8 +39,9 @@ class DynaFed(Wrapper):
         config: DynaFedSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
         folder: str | Path | None = None,
+        large_updates: str = "reject",
     ) -> None:
-        super().__init__(strategy, folder)
+        super().__init__(strategy, folder, large_updates)
         self.seed = seed
         self.refiner = Refiner(model=model, shape=shape, classes=classes, config=config, seed=seed, folder=folder)
         self.settings = self.refiner.settings

@@ -19,7 +19,7 @@ from dynafed import settings, tree
 from dynafed.engine.files import lock_folder, make_folder, write_bytes
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
-from dynafed.flower.refiner import NotFinite
+from dynafed.flower.reply_guard import NoModel, ReplyGuard
 from dynafed.flower.strategy_state import StrategyState, decode_order, encode_order
 from dynafed.tree import Tree
 
@@ -33,6 +33,9 @@ class Wrapper(Strategy):
 
     With a `folder`, `start` of the outermost wrapper saves every round there and, called again by a server app that was
     started anew, goes on after the last one. A subclass has a `section` of settings, a `state`, and `process`.
+
+    The outermost wrapper leaves out replies with NaN, infinity or a change far larger than those of the rounds before,
+    unless its `large_updates` is "accept". What is aggregated or made of it and is no sound model is taken back.
     """
 
     section: ClassVar[str]
@@ -43,8 +46,10 @@ class Wrapper(Strategy):
     outermost = True
     """Whether no other wrapper goes around it."""
 
-    def __init__(self, strategy: Strategy, folder: str | Path | None) -> None:
+    def __init__(self, strategy: Strategy, folder: str | Path | None, large_updates: str) -> None:
         name = type(self).__name__
+        if large_updates not in ("reject", "accept"):
+            raise UserError(f"large_updates = {large_updates!r} is not one of reject, accept")
         if not isinstance(strategy, Strategy):
             raise UserError(
                 f"{name} goes around a strategy from flwr.serverapp.strategy, such as FedAvg(), not {strategy!r}"
@@ -62,9 +67,14 @@ class Wrapper(Strategy):
         """Rounds that were done before this `start`, which counts from 1."""
         self.sent_arrays: ArrayRecord | None = None
         """The model that the clients got last."""
+        self.large_updates = large_updates
+        self.norms: Tree = {}
+        """How large the replies of the last rounds were."""
+        self.guard = ReplyGuard(None, {}, large_updates)
+        """Of this round; all wrappers have that of the outermost."""
 
     def process(self, round_num: int, aggregate: ArrayRecord | None) -> ArrayRecord | None:
-        """What the clients get in place of a round's aggregate; raises `NotFinite` for one that is no model."""
+        """What the clients get in place of a round's aggregate; raises `NoModel` for one that is no model."""
         raise NotImplementedError
 
     def initialize(self, arrays: ArrayRecord) -> None:
@@ -101,17 +111,33 @@ class Wrapper(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """What the wrapped strategy aggregates, changed; None, so that the model stays, if that isn't a sound model."""
         name, round_num, snapshot = type(self).__name__, self.rounds_done + server_round, self.strategy_state.snapshot()
-        aggregate, metrics = self.strategy.aggregate_train(round_num, replies)
+        state, aggregate, arrays, metrics = self.state, None, None, None
         try:
+            if replies := self._sound(replies):
+                aggregate, metrics = self.strategy.aggregate_train(round_num, replies)
+            self.guard.check(aggregate, f"the aggregate of round {round_num}")
             arrays = self.process(round_num, aggregate)
+            self.guard.check(arrays, f"what {name} made of round {round_num}")
             if arrays is None:
                 log.warning("%s: round %d has no aggregate, so the global model stays as it was", name, round_num)
-        except NotFinite as error:
-            arrays = None
+        except NoModel as error:
+            arrays, self.state = None, state
             self.strategy_state.rollback(snapshot)
             log.warning("%s: %s; the global model stays as it was", name, error)
         self._save(round_num, arrays or self.sent_arrays)
         return arrays, metrics
+
+    def _sound(self, replies: Iterable[Message]) -> list[Message]:
+        """The replies that may count; an inner wrapper gets only such."""
+        if not self.outermost:
+            return list(replies)
+        guard = ReplyGuard(self.sent_arrays, self.norms, self.large_updates)
+        for one in self.wrappers:
+            one.guard = guard
+        try:
+            return guard.sound(replies)
+        finally:
+            self.norms = guard.norms
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -175,13 +201,14 @@ class Wrapper(Strategy):
         parts = {
             "arrays": encode_order(from_record(arrays)),
             "strategies": tensors,
+            "norms": self.norms,
             "notes": {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)},
         }
         write_bytes(self._file, tree.pack(tree.nest(parts | {one.section: one.state for one in self.wrappers})))
 
     def _restore(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """The arrays to begin with: the initial ones, or those of a checkpoint, with which all the rest comes back."""
-        self.rounds_done, self.sent_arrays = 0, initial_arrays
+        self.rounds_done, self.sent_arrays, self.norms = 0, initial_arrays, {}
         for one in self.wrappers:
             one.initialize(initial_arrays)
         if self._file is None or not self._file.exists():
@@ -200,7 +227,7 @@ class Wrapper(Strategy):
         self.strategy_state.load(parts.get("strategies", {}), notes["strategies"])
         for one in self.wrappers:
             one.load(parts.get(one.section, {}), arrays)
-        self.rounds_done = notes["round"]
+        self.rounds_done, self.norms = notes["round"], parts.get("norms", {})
         log.info(
             "%s: going on after round %d; Flower counts the rounds that are left from 1",
             type(self).__name__,

@@ -84,7 +84,8 @@ def test_a_round_without_a_sound_model_leaves_the_mean_as_it_was(caplog: pytest.
     _, models = run(Average(FedAvg(fraction_evaluate=0)), client, 5, arrays=ArrayRecord({"w": Array(np.zeros(1))}))
     assert [float(models[number]["w"]) for number in range(6)] == pytest.approx([0, 1, 1, 2, 2, 3])
     assert "Average: round 2 has no aggregate" in caplog.text
-    assert "Average: the aggregate of round 4 is no model: 'w' holds NaN or infinity" in caplog.text
+    assert "'w' holds NaN or infinity" in caplog.text
+    assert "Average: round 4 has no aggregate" in caplog.text
 
 
 def test_it_comes_outside_and_its_settings_are_checked() -> None:

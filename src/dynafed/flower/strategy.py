@@ -67,6 +67,7 @@ class DynaFed(Wrapper):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """What the wrapped strategy aggregates, refined; None, so that the model stays, if that isn't a sound model."""
+        self.refiner.metrics = {}
         arrays, metrics = super().aggregate_train(server_round, replies)
         own = {f"dynafed_{name}": value for name, value in self.refiner.metrics.items()}
         return arrays, MetricRecord({**own, **(metrics or {})}) if own else metrics

@@ -98,6 +98,9 @@ class Config:
     checkpoint_every: int = setting(10, "rounds between checkpoints", low=1, execution=True)
     keep_checkpoints: int = setting(2, "older ones are deleted", low=1, execution=True)
     client_memory_mb: int = setting(1024, "clients' states beyond this live on disk", low=0, execution=True)
+    data_memory_mb: int = setting(
+        1024, "samples of clients with data of their own that stay in memory, in each process", low=0, execution=True
+    )
     device: str = setting("cpu", "cpu, cuda, cuda:N or mps", execution=True)
     engine: str = setting("local", "the backend that trains clients: local is processes of our own", execution=True)
     workers: int = setting(
@@ -276,8 +279,9 @@ def _section_types(parts: list[Any]) -> dict[str, type[Any]]:
 def engine_sections() -> dict[str, type[Any]]:
     """Sections that are no part's: a config has them only if it names them."""
     from dynafed.attacks import AttackSettings
+    from dynafed.data import DataSettings
 
-    return {"attack": AttackSettings}
+    return {"attack": AttackSettings, "data": DataSettings}
 
 
 def installed_sections() -> dict[str, type[Any]]:

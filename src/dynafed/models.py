@@ -142,6 +142,8 @@ class ModelSpec:
     section: str = ""
     """The config's section that holds the settings."""
     Settings: type[Any] | None = None
+    integers: bool = False
+    """Whether it takes whole numbers, such as the ids of words; else they become float32."""
 
 
 MODELS: Registry[ModelSpec | Factory] = Registry(
@@ -166,6 +168,12 @@ def check_name(model: str) -> None:
     """Refuse a name that can't be a model's."""
     if model != "custom":
         MODELS.check(model)
+
+
+def takes_integers(model: str) -> bool:
+    """Whether samples that are whole numbers stay so: with every network of the user's own, unless its spec says no."""
+    spec = None if model == "custom" else MODELS.load(model)
+    return not isinstance(spec, ModelSpec) or spec.integers
 
 
 def build(config: Config, shape: Shape, classes: int, factory: Factory | None = None) -> nn.Module:
@@ -206,12 +214,21 @@ def check(model: nn.Module, x: Tensor, classes: int) -> None:
     try:
         logits = model(x)
     except Exception as error:  # it is the user's code: whatever it raises is what they need to know
-        reason = first_line(error)
-        raise UserError(f"the model can't take samples of shape {tuple(x.shape[1:])}: {reason}") from None
-    wanted, got = (1, classes), tuple(getattr(logits, "shape", ()))
-    if got != wanted:
+        kind = "" if x.is_floating_point() else " whole numbers,"
+        reason = first_line(error) + (
+            "; give it numbers as float32, or a network that takes whole numbers, such as an nn.Embedding"
+            if kind
+            else ""
+        )
+        raise UserError(f"the model can't take samples of{kind} shape {tuple(x.shape[1:])}: {reason}") from None
+    got = tuple(getattr(logits, "shape", ()))
+    if len(got) == 2 and got[0] == 1 and got[1] != classes:
+        raise UserError(
+            f"the network has {got[1]} output{'s' * (got[1] != 1)} for a sample, but there are {classes} classes"
+        )
+    if got != (1, classes):
         kind = f"of shape {got}" if got else type(logits).__name__
-        raise UserError(f"the model's output for one sample must be a tensor of shape {wanted}, not {kind}")
+        raise UserError(f"the model's output for one sample must be a tensor of shape {(1, classes)}, not {kind}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters")
 

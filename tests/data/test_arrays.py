@@ -67,7 +67,7 @@ GOOD = (np.zeros((2, 3)), np.array([0, 1]))
         ((np.full((2, 3), np.nan), [0, 1]), "not a number"),
         ((np.full((2, 3), 1e300), [0, 1]), "infinite"),
         ((np.zeros((2, 3), complex), [0, 1]), "real numbers"),
-        ((np.array([["a"], ["b"]]), [0, 1]), "pair"),
+        ((np.array([["a"], ["b"]]), [0, 1]), "numeric array"),
         ((np.zeros((2, 4)), [0, 1]), "make them alike"),
         ((np.zeros((2, 3), np.uint8), [0, 1]), "make them alike"),
         ((np.zeros((2, 3)), [0, 1], 2), "pair"),

@@ -237,7 +237,7 @@ def test_own_lists_may_overlap_and_may_be_of_any_kind():
         ([[0], [5]], "client 1 asks for sample 5, but they go from 0 to 4"),
         ([[0, -1]], "client 0 asks for sample -1"),
         ([[0.5]], "client 0's samples must be"),
-        ([[True]], "bool"),
+        ([[True]], "mask has 1 values for 5 samples"),
         ([[[0]]], "shape"),
     ],
 )

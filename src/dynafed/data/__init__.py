@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from dynafed.data.download import fetch
     from dynafed.data.federated import FederatedData, SplitDataset
     from dynafed.data.loading import check, describe, load
+    from dynafed.data.own import OwnClients
     from dynafed.data.partition import PARTITIONS, Partition, carve, make_partition, partition_from_lists
     from dynafed.data.schema import Samples, Schema
-    from dynafed.data.sources import federated_data
+    from dynafed.data.settings import DataSettings, data_changes
+    from dynafed.data.sources import Given, federated_data
     from dynafed.data.spec import DATASETS, Checksums, DatasetSpec, Download, Format, check_name
 
 _MODULES = {
@@ -23,8 +25,10 @@ _MODULES = {
     "federated": ("FederatedData", "SplitDataset"),
     "loading": ("check", "describe", "load"),
     "partition": ("PARTITIONS", "Partition", "carve", "make_partition", "partition_from_lists"),
+    "own": ("OwnClients",),
     "schema": ("Samples", "Schema"),
-    "sources": ("federated_data",),
+    "settings": ("DataSettings", "data_changes"),
+    "sources": ("Given", "federated_data"),
     "spec": ("DATASETS", "Checksums", "DatasetSpec", "Download", "Format", "check_name"),
 }
 
@@ -33,11 +37,14 @@ __all__ = [
     "NAMES",
     "PARTITIONS",
     "Checksums",
+    "DataSettings",
     "Dataset",
     "DatasetSpec",
     "Download",
     "FederatedData",
     "Format",
+    "Given",
+    "OwnClients",
     "Partition",
     "Samples",
     "Schema",
@@ -45,6 +52,7 @@ __all__ = [
     "carve",
     "check",
     "check_name",
+    "data_changes",
     "describe",
     "federated_data",
     "fetch",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynafed.data.schema import Schema
+from dynafed.data.schema import Schema, sample_tensor
+from dynafed.data.targets import Label, encode_labels, find_classes, label_array, settle_classes
 from dynafed.errors import UserError
 
 READY_BYTES = 2**30
@@ -21,8 +23,9 @@ READY_BYTES = 2**30
 class Dataset:
     """Samples and labels of both splits.
 
-    Images are uint8 (N, C, H, W), other samples float32 (N, ...); labels are int64 (N,). `mean` and `std` are those of
-    uint8 samples on a scale of 0 to 1, per channel of images. `class_names` is empty if the classes have no names.
+    Images are uint8 (N, C, H, W), other samples float32 or int64 (N, ...); labels are class numbers, int64 (N,). `mean`
+    and `std` are those of uint8 samples on a scale of 0 to 1, per channel of images. `class_names` is empty if the
+    classes have no names.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Dataset:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     class_names: tuple[str, ...] = ()
+    labels: tuple[Label, ...] = ()
+    """The label of each class, as it was given; empty if they are 0, 1, 2, ..."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +49,15 @@ class Dataset:
     def schema(self) -> Schema:
         """What the samples look like."""
         dtype = self.train_x.dtype
-        return Schema(self.name, self.shape, dtype, self.classes, self.mean, self.std, self.class_names)
+        mean, std = (self.mean, self.std) if dtype == torch.uint8 else ((), ())
+        names = self.class_names or tuple(str(label) for label in self.labels)
+        return Schema(self.name, self.shape, dtype, self.classes, mean, std, names, self.labels)
+
+    def with_floats(self) -> Dataset:
+        """The same with whole numbers as float32, for networks that don't take them."""
+        if self.train_x.dtype != torch.int64:
+            return self
+        return replace(self, train_x=self.train_x.float(), test_x=self.test_x.float())
 
     def normalize(self, x: Tensor) -> Tensor:
         """The input of a model: uint8 samples as float32 of mean 0 and standard deviation 1, floats unchanged."""
@@ -56,8 +69,19 @@ class Dataset:
         return self.normalize(self.train_x) if 4 * self.train_x.numel() <= READY_BYTES else self.train_x
 
 
-def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "custom") -> Dataset:
-    """The dataset of two `(x, y)` pairs of tensors or arrays, whose memory it may share; mean and std are measured."""
+def from_arrays(
+    train: tuple[Any, Any],
+    test: tuple[Any, Any],
+    name: str = "custom",
+    *,
+    classes: int | Sequence[Any] | None = None,
+    renumber: bool = True,
+) -> Dataset:
+    """The dataset of two `(x, y)` pairs of tensors or arrays, whose memory it may share; mean and std are measured.
+
+    Labels are whole numbers or texts; `classes` says how many there are, or names them in order. Unless `renumber` is
+    False, texts and labels from 1 are numbered from 0.
+    """
     (train_x, train_y), (test_x, test_y) = _pair("train", train), _pair("test", test)
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
         raise UserError(
@@ -65,14 +89,19 @@ def from_arrays(train: tuple[Any, Any], test: tuple[Any, Any], name: str = "cust
             f"but a test sample {test_x.dtype} of shape {tuple(test_x.shape[1:])}: make them alike"
         )
     mean, std = measure(train_x)
-    classes = int(max(train_y.max(), test_y.max())) + 1
-    distinct = len(torch.unique(train_y))
-    if classes > 1000 + 10 * distinct:
-        raise UserError(
-            f"labels go up to {classes - 1}, but only {distinct} of them occur: number them from 0, for instance with "
-            "np.unique(y, return_inverse=True)"
-        )
-    return Dataset(name, train_x, train_y, test_x, test_y, classes, mean, tuple(value or 1.0 for value in std))
+    found = train_y, test_y
+    number, labels = settle_classes(classes, found, "y") if renumber else find_classes(found, "y", renumber=False)
+    return Dataset(
+        name,
+        train_x,
+        encode_labels(train_y, number, labels, "train y"),
+        test_x,
+        encode_labels(test_y, number, labels, "test y"),
+        number,
+        mean,
+        tuple(value or 1.0 for value in std),
+        labels=labels,
+    )
 
 
 def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -88,35 +117,12 @@ def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(variance.sqrt().tolist())
 
 
-def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, np.ndarray]:
     try:
-        x, y = map(_tensor, pair)
+        x, y = pair
     except (TypeError, ValueError) as error:
-        raise UserError(f"{split} must be a pair (x, y) of numeric arrays: {error}") from None
-    if x.ndim < 2 or not x.numel():
-        raise UserError(f"{split} x has shape {tuple(x.shape)}: it needs at least one sample, and a row for each")
-    if y.shape != x.shape[:1]:
-        raise UserError(
-            f"{split} y has shape {tuple(y.shape)}, but there are {len(x)} samples: give one label for each"
-        )
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise UserError(f"{split} y is {y.dtype}: labels must be whole numbers from 0")
-    if y.min() < 0:
-        raise UserError(f"{split} y has the label {y.min()}: labels must be whole numbers from 0")
-    if x.is_complex():
-        raise UserError(f"{split} x is {x.dtype}: samples must be real numbers")
-    if x.dtype != torch.uint8:
-        x = x.float()
-        if not x.isfinite().all():
-            raise UserError(f"{split} x has values that are infinite or not a number: clean them first")
-    return x, y.long()
-
-
-def _tensor(values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        tensor = values.detach().cpu()
-        return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
-    array = np.asarray(values)
-    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-        array = array.astype(np.int64)
-    return torch.from_numpy(array if array.flags.writeable and min(array.strides, default=1) >= 0 else array.copy())
+        raise UserError(f"{split} must be a pair (x, y) of arrays: {error}") from None
+    samples, labels = sample_tensor(x, split), label_array(y, split)
+    if len(labels) != len(samples):
+        raise UserError(f"{split} y has {len(labels)} labels for {len(samples)} samples: give one label for each")
+    return samples, labels

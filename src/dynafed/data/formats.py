@@ -14,7 +14,7 @@ import re
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -137,12 +137,16 @@ def image_files(path: Path, max_bytes: int, *, class_names: tuple[str, ...]) -> 
 
 def npz(path: Path, max_bytes: int) -> Splits:
     """The arrays train_x, train_y, test_x and test_y of an .npz, of any shape and type."""
-    budget = Budget(path, max_bytes)
-    with _user_errors(path), zipfile.ZipFile(path) as file:
-        train_x, train_y, test_x, test_y = (
-            _array(file, f"{split}_{part}", budget) for split in ("train", "test") for part in "xy"
-        )
+    with _user_errors(path):
+        train_x, train_y, test_x, test_y = npz_arrays(path, ("train_x", "train_y", "test_x", "test_y"), max_bytes)
     return (train_x, train_y), (test_x, test_y)
+
+
+def npz_arrays(path: Path, names: Sequence[str], max_bytes: int = 2**40) -> list[Array]:
+    """Arrays of an .npz by name, without unpickling; raises whatever reading it does."""
+    budget = Budget(path, max_bytes)
+    with zipfile.ZipFile(path) as file:
+        return [_array(file, name, budget) for name in names]
 
 
 def packed(path: Path, max_bytes: int) -> Splits:

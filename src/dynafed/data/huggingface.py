@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from dynafed.data.arrays import Dataset, from_arrays
 from dynafed.data.formats import Array
+from dynafed.data.images import stack_images
 from dynafed.errors import UserError
 
 
@@ -34,11 +36,23 @@ def load_hf(name: str) -> Dataset:
     label = _label_column(name, splits["train"], y_name, datasets)
     columns = _sample_columns(name, splits["train"], x_name, label, datasets)
     pairs = [(_samples(name, splits[split], columns), np.asarray(splits[split][label])) for split in ("train", test)]
-    dataset = from_arrays(pairs[0], pairs[1], name)
     class_names = tuple(getattr(splits["train"].features[label], "names", ()))
+    dataset = from_arrays(pairs[0], pairs[1], name, renumber=not class_names)
     if len(class_names) < dataset.classes:  # no names, or labels that have none
         return dataset
     return dataclasses.replace(dataset, classes=len(class_names), class_names=class_names)
+
+
+def read_split(split: Any, target: str, columns: Sequence[str], where: str) -> tuple[Array, Array]:
+    """Samples and labels of one split, such as a client's own dataset."""
+    import datasets
+
+    label = _label_column(where, split, target, datasets)
+    if columns:
+        names = [_known(where, split, column, "sample") for column in columns]
+    else:
+        names = _sample_columns(where, split, "", label, datasets)
+    return _samples(where, split, names), np.asarray(split[label])
 
 
 def _label_column(name: str, split: Any, given: str, datasets: Any) -> str:
@@ -56,7 +70,8 @@ def _sample_columns(name: str, split: Any, given: str, label: str, datasets: Any
         for column, kind in split.features.items()
         if column != label and isinstance(kind, datasets.Value) and kind.dtype.startswith(("int", "uint", "float"))
     ]
-    return images[:1] or numbers or [_known(name, split, "", "sample")]
+    lists = [column for column, kind in split.features.items() if column != label and hasattr(kind, "feature")]
+    return images[:1] or numbers or lists[:1] or [_known(name, split, "", "sample")]
 
 
 def _known(name: str, split: Any, column: str, role: str) -> str:
@@ -72,8 +87,4 @@ def _samples(name: str, split: Any, columns: list[str]) -> Array:
     if not hasattr(values[0], "convert"):
         rows = [np.asarray(split[column]) for column in columns]
         return rows[0] if rows[0].ndim > 1 else np.column_stack(rows).astype(np.float32)
-    mode = "L" if {image.mode for image in values} <= {"1", "L"} else "RGB"
-    if len(sizes := {image.size for image in values}) > 1:
-        raise UserError(f"{name} has images of {len(sizes)} sizes, such as {sorted(sizes)[:2]}: make them alike first")
-    pixels = np.stack([np.asarray(image.convert(mode)) for image in values])
-    return pixels[:, None] if mode == "L" else pixels.transpose(0, 3, 1, 2)
+    return stack_images(values, name)

@@ -84,7 +84,7 @@ def _read(name: str, spec: DatasetSpec, folder: Path | None) -> Dataset:
         raise UserError(_missing(name, spec, folder))
     path, form = found
     train, test = form.read(path, spec.max_bytes)
-    dataset = from_arrays(train, test, spec.name + form.suffix)
+    dataset = from_arrays(train, test, spec.name + form.suffix, renumber=False)
     if dataset.shape != spec.shape or dataset.classes > spec.classes:
         raise UserError(
             f"{path} has samples of shape {dataset.shape} in {dataset.classes} classes, "
@@ -102,7 +102,8 @@ def _checked(name: str, made: Any) -> Dataset:
                 "((train_x, train_y), (test_x, test_y))"
             )
         return from_arrays(made[0], made[1], name)
-    valid = from_arrays((made.train_x, made.train_y), (made.test_x, made.test_y), made.name)
+    pairs = (made.train_x, made.train_y), (made.test_x, made.test_y)
+    valid = replace(from_arrays(*pairs, made.name, renumber=False), labels=made.labels)
     if made.classes < valid.classes or len(made.class_names) not in (0, made.classes):
         raise UserError(
             f"dataset = '{name}' has labels up to {valid.classes - 1}, classes = {made.classes} and "

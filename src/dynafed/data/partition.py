@@ -44,9 +44,9 @@ class Partition:
 
 
 def partition_from_lists(lists: Sequence[Any], samples: int, *, allow_empty: bool = False) -> Partition:
-    """The partition of one array of sample indices per client; clients may share samples."""
+    """The partition of one array of sample indices, or one boolean mask, per client; clients may share samples."""
     try:
-        parts = [np.asarray(part) for part in lists]
+        parts = [_rows(np.asarray(part), client, samples) for client, part in enumerate(lists)]
     except TypeError:
         raise UserError(f"clients must be a list of index arrays, one per client, not {type(lists).__name__}") from None
     if not parts:
@@ -63,6 +63,15 @@ def partition_from_lists(lists: Sequence[Any], samples: int, *, allow_empty: boo
         client = int(np.searchsorted(np.cumsum(sizes), wrong[0], side="right"))
         raise UserError(f"client {client} asks for sample {indices[wrong[0]]}, but they go from 0 to {samples - 1}")
     return Partition(indices, _offsets(sizes))
+
+
+def _rows(part: NDArray[Any], client: int, samples: int) -> NDArray[Any]:
+    """The indices that a mask stands for; indices as they are."""
+    if part.dtype != np.bool_ or part.ndim != 1:
+        return part
+    if len(part) != samples:
+        raise UserError(f"client {client}'s mask has {len(part)} values for {samples} samples: give one for each")
+    return np.flatnonzero(part)
 
 
 class PartitionFunction(Protocol):

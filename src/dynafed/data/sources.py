@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from dynafed.data.arrays import Dataset, from_arrays
 from dynafed.data.federated import FederatedData, SplitDataset
 from dynafed.data.loading import load
+from dynafed.data.own import OwnClients, own_clients
 from dynafed.data.partition import Partition, carve, make_partition, partition_from_lists
+from dynafed.data.settings import DataSettings
 from dynafed.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,29 +23,93 @@ if TYPE_CHECKING:
     from dynafed.seeds import Seeds
 
 
+@dataclass(frozen=True)
+class Given:
+    """What is given in Python in place of what a config names."""
+
+    train: Any = None
+    test: Any = None
+    clients: Any = None
+    server: Any = None
+
+
 def federated_data(
-    config: Config,
-    seeds: Seeds,
-    *,
-    train: tuple[Any, Any] | None = None,
-    test: tuple[Any, Any] | None = None,
-    clients: Sequence[Any] | None = None,
+    config: Config, seeds: Seeds, given: Given, *, integers: bool = True
 ) -> tuple[Config, FederatedData]:
-    """The samples of a run, and its config with what they decide."""
-    config, dataset = _dataset(config, train, test)
-    return _divided(config, dataset, clients, seeds)
+    """The samples of a run, and its config with what they decide; `integers` says whether its network takes them."""
+    named, clients = _named(given.clients)
+    settings = config.section("data", DataSettings)
+    own = clients is not None and any(is_client_data(client) for client in clients)
+    if own or (settings.path and given.train is None):
+        if given.train is not None:
+            raise UserError("clients= have data of their own, so train= has no meaning: leave it out")
+        return _own(config, named, clients, given, settings, integers)
+    if given.server is not None:
+        raise UserError("server= goes with clients that have data of their own: set server_samples instead")
+    config, dataset = _dataset(config, given.train, given.test, settings)
+    return _divided(config, dataset if integers else dataset.with_floats(), clients, seeds, named)
+
+
+def _named(clients: Any) -> tuple[tuple[str, ...], Sequence[Any] | None]:
+    """The clients' names, if they have some, and what each of them has."""
+    if clients is not None and not isinstance(clients, int) and not len(clients):
+        raise UserError("there are no clients: give at least one")
+    if isinstance(clients, Mapping):
+        return tuple(str(name) for name in clients), list(clients.values())
+    if clients is None or (isinstance(clients, Sequence | np.ndarray) and not isinstance(clients, str)):
+        return (), None if clients is None else list(clients)
+    raise UserError(f"clients must be a list or a dict with an entry for each client, not a {type(clients).__name__}")
+
+
+def is_client_data(client: Any) -> bool:
+    """Whether it is data of a client's own; if not, it names rows of a dataset."""
+    if isinstance(client, tuple | list) and len(client) == 2:
+        return bool(np.ndim(client[0]) > 1 or isinstance(client[0], Tensor))
+    return not isinstance(client, list | tuple | range | np.ndarray | Tensor)
+
+
+def _own(
+    config: Config,
+    names: Sequence[str],
+    clients: Sequence[Any] | None,
+    given: Given,
+    settings: DataSettings,
+    integers: bool,
+) -> tuple[Config, OwnClients]:
+    """Clients with data of their own."""
+    if config.validation_samples:
+        raise UserError("validation_samples can't be carved from clients with data of their own: evaluate = 'clients'")
+    splits = {"test": given.test, "server": given.server}
+    if given.server is None and config.server_samples:
+        raise UserError("server_samples can't be carved from clients with data of their own: pass server=(x, y)")
+    if given.test is None and config.evaluate == "test":
+        raise UserError("there are no test samples: pass test=(x, y), or set evaluate = 'clients'")
+    assert clients is not None
+    config = config.replace(dataset="custom", partition="custom", clients=len(clients))
+    data = own_clients(
+        clients,
+        names,
+        settings,
+        {name: source for name, source in splits.items() if source is not None},
+        memory=config.data_memory_mb * 2**20,
+        integers=integers,
+    )
+    return config, data
 
 
 _load = lru_cache(maxsize=1)(load)
 """Several runs on the same data read it once."""
 
 
-def _dataset(config: Config, train: tuple[Any, Any] | None, test: tuple[Any, Any] | None) -> tuple[Config, Dataset]:
+def _dataset(config: Config, train: Any, test: Any, settings: DataSettings) -> tuple[Config, Dataset]:
     """The data that were given, or those that the config names."""
     if (train is None) != (test is None):
         raise UserError("give both train=(x, y) and test=(x, y), or neither")
     if train is not None and test is not None:
-        return config.replace(dataset="custom"), from_arrays(train, test)
+        dataset = from_arrays(train, test, classes=settings.given_classes())
+        if settings.shape and settings.shape != dataset.shape:
+            raise UserError(f"shape = {settings.shape} was given, but a training sample has {dataset.shape}")
+        return config.replace(dataset="custom"), dataset
     if config.dataset == "custom":
         raise UserError("dataset = 'custom' stands for arrays given in Python: pass train= and test= again")
     dataset = _load(config.dataset, config.data_folder())
@@ -51,7 +119,7 @@ def _dataset(config: Config, train: tuple[Any, Any] | None, test: tuple[Any, Any
 
 
 def _divided(
-    config: Config, dataset: Dataset, clients: Sequence[Any] | None, seeds: Seeds
+    config: Config, dataset: Dataset, clients: Sequence[Any] | None, seeds: Seeds, names: Sequence[str] = ()
 ) -> tuple[Config, SplitDataset]:
     """Who holds which rows of the training split: the clients, the server, the validation set."""
     labels = dataset.train_y.numpy()
@@ -68,7 +136,7 @@ def _divided(
     rest, server_rows = _carve(labels, free, config.server_samples, seeds, "server")
     rest, validation_rows = _carve(labels, rest, config.validation_samples, seeds, "validation")
     if clients is not None:
-        return config, SplitDataset(dataset, given, server_rows, validation_rows)
+        return config, SplitDataset(dataset, given, server_rows, validation_rows, names)
     if config.partition == "custom":
         raise UserError("partition = 'custom' stands for index lists given in Python: pass clients= again")
     shares = make_partition(

@@ -73,17 +73,23 @@ class Federation:
         config: Config,
         *,
         model: models.Factory | None = None,
-        train: tuple[Any, Any] | None = None,
-        test: tuple[Any, Any] | None = None,
-        clients: Sequence[Any] | None = None,
+        train: Any = None,
+        test: Any = None,
+        clients: Any = None,
+        server: Any = None,
+        classes: int | Sequence[Any] | None = None,
+        shape: Sequence[int] | None = None,
+        target: str = "",
     ) -> Federation:
         """Load or take the data, split it, build the network, decide how to execute it; all by the config's seed."""
-        config = config.replace()  # one that was built by hand is checked here
+        # One that was built by hand is checked here.
+        config = config.replace(**data.data_changes(classes, shape, target))
         device = resolve_device(config)
         seeds = Seeds(config.seed)
-        config, samples = data.federated_data(config, seeds, train=train, test=test, clients=clients)
         if model is not None:
             config = config.replace(model="custom")
+        given = data.Given(train, test, clients, server)
+        config, samples = data.federated_data(config, seeds, given, integers=models.takes_integers(config.model))
         return cls.of(config, samples, seeds, device, model)
 
     @classmethod

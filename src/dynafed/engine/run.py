@@ -78,9 +78,13 @@ def run(
     config: Config,
     *,
     model: Factory | None = None,
-    train: tuple[Any, Any] | None = None,
-    test: tuple[Any, Any] | None = None,
-    clients: Sequence[Any] | None = None,
+    train: Any = None,
+    test: Any = None,
+    clients: Any = None,
+    server: Any = None,
+    classes: int | Sequence[Any] | None = None,
+    shape: Sequence[int] | None = None,
+    target: str = "",
     out: str | Path | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
@@ -88,11 +92,26 @@ def run(
     """Run federated learning as configured and leave the run's files in `out` (by default a new folder in `runs/`).
 
     Instead of a named dataset, `train` and `test` can be any pairs (x, y) of tensors or arrays; instead of a named
-    partition, `clients` a list of row numbers for each client; instead of a named model, `model` a factory of one.
+    partition, `clients` a list of row numbers or a mask for each client; instead of a named model, `model` a factory of
+    one. Or `clients` is a list or dict of each client's own data, without `train`: (x, y), a torch Dataset, a Hugging
+    Face dataset, a DataFrame, a path (.npz, .csv, .parquet, a folder of images by class), or a function that returns
+    one of these when the client is needed. Then `test` and `server`, samples for methods that need some on the server,
+    can be any of these, too. `classes` (their number, or their labels in order), the `shape` of a sample and the
+    `target` column needn't be found out if they are given.
     `callbacks` follow the run: `Callback` objects, or functions of a round's record. `backend` trains the clients, in
     place of the one that the config names as `engine`.
     """
-    federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
+    federation = Federation.create(
+        config,
+        model=model,
+        train=train,
+        test=test,
+        clients=clients,
+        server=server,
+        classes=classes,
+        shape=shape,
+        target=target,
+    )
     told = make_callbacks(federation.config, callbacks)
     make_backend = backend or BACKENDS.load(federation.config.engine)
     path = Path(out) if out is not None else new_folder(f"{federation.config.method}-{federation.config.dataset}")
@@ -111,9 +130,10 @@ def resume(
     path: str | Path,
     *,
     model: Factory | None = None,
-    train: tuple[Any, Any] | None = None,
-    test: tuple[Any, Any] | None = None,
-    clients: Sequence[Any] | None = None,
+    train: Any = None,
+    test: Any = None,
+    clients: Any = None,
+    server: Any = None,
     changes: dict[str, Any] | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
@@ -138,7 +158,7 @@ def resume(
         log.warning(
             "schedule = 'cosine' depends on rounds: the rates from here on are those of %d rounds", config.rounds
         )
-    federation = Federation.create(config, model=model, train=train, test=test, clients=clients)
+    federation = Federation.create(config, model=model, train=train, test=test, clients=clients, server=server)
     if before.kernels == "own" and federation.config.kernels != "own":
         raise UserError(
             f"{path} was computed with our own kernels, which can't be compiled here (or DYNAFED_KERNELS forbids "
@@ -273,8 +293,12 @@ def one_round(
         state.clients.commit(())
     if attack := federation.attack:
         record["attackers"] = [client for client, _ in cohort.working if attack.acts(client, round_num)]
+    names = federation.data.names
     record |= {
         "clients": outcome.accepted,
+        **(
+            {"client_names": [names[client] for client in outcome.accepted]} if (names := federation.data.names) else {}
+        ),
         "repeats": attempt,
         **({} if outcome.accepted else {"skipped": True}),
         **outcome.metrics,

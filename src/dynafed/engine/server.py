@@ -162,8 +162,20 @@ def _validate_examples(side: ServerSide, update: Update) -> str | None:
 
 
 RESERVED = {
-    *("round", "lr", "dropped", "rejected", "clients", "repeats", "skipped", "watch", "bytes_up", "bytes_down"),
-    *("attackers", "attack_success"),
+    *(
+        "round",
+        "lr",
+        "dropped",
+        "rejected",
+        "clients",
+        "client_names",
+        "repeats",
+        "skipped",
+        "watch",
+        "bytes_up",
+        "bytes_down",
+    ),
+    *("client_names", "attackers", "attack_success"),
     *("train_loss", "accuracy", "loss", "accuracy_raw", "loss_raw", "accuracy_before_refine"),
     *("seconds", "seconds_local", "seconds_server", "seconds_clients", "seconds_eval"),
 }

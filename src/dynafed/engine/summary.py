@@ -70,6 +70,8 @@ def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any
     counts = {client: known for client in choice if (known := federation.data.class_counts(client)) is not None}
     names = {"class_names": list(schema.class_names)} if schema.class_names else {}
     shown = {"shown": list(counts), "counts": [list(each) for each in counts.values()]}
+    if federation.data.names:
+        names["client_names"] = [federation.data.names[client] for client in counts]
     return {"classes": schema.classes, "clients": clients, **shown, **names}
 
 

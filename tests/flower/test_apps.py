@@ -23,7 +23,7 @@ from dynafed.engine.summary import read_metrics
 from dynafed.errors import WorkerDied
 from dynafed.flower import client_app, server_app, wire
 from dynafed.flower.app_config import AppConfig, read_app_config, read_config
-from dynafed.flower.apps import make_client_app
+from dynafed.flower.apps import NodeSide, make_client_app
 from dynafed.flower.backend import FlowerBackend
 from dynafed.flower.records import to_record
 
@@ -37,7 +37,7 @@ class FlowerFederation:
         self, nodes: int = 8, folder: Path | None = None, tamper: Tamper | None = None, **settings: Any
     ) -> None:
         self.federation: Federation
-        self.nodes = Nodes(make_client_app(lambda context: (self.federation, folder)), nodes)
+        self.nodes = Nodes(make_client_app(lambda context, content: NodeSide(self.federation, folder)), nodes)
         self.nodes.tamper = tamper or self.nodes.tamper
         self.app_config = AppConfig(**{"wait": 0.1, "timeout": 0.1, "num_partitions": nodes} | settings)
 
@@ -202,11 +202,11 @@ def pickled(content: RecordDict) -> None:
 
 
 def no_receipt(content: RecordDict) -> None:
-    content["receipt"] = to_record({"round": torch.zeros(3)})
+    content["state"] = to_record({"round": torch.zeros(3)})
 
 
 def long_receipt(content: RecordDict) -> None:
-    content["receipt"] = to_record({"round": torch.tensor(1), "checksum": torch.zeros(10_000, dtype=torch.uint8)})
+    content["state"] = to_record({"round": torch.tensor(1), "checksum": torch.zeros(10_000, dtype=torch.uint8)})
 
 
 def unknown_record(content: RecordDict) -> None:
@@ -377,7 +377,7 @@ def test_a_node_with_other_data_is_told_apart(tmp_path: Path) -> None:
     federation = FlowerFederation()
     other = Federation.create(config("fedavg", seed=1), **PARTS)
     right = federation.nodes.app
-    wrong = make_client_app(lambda context: (other, None))
+    wrong = make_client_app(lambda context, content: NodeSide(other))
     federation.nodes.app = lambda message, context: (  # type: ignore[assignment]
         wrong if context.node_config["partition-id"] == 3 else right
     )(message, context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,35 @@ from dynafed.flower.client_store import NodeClientStore, StateLost
 
 log = logging.getLogger("flwr.dynafed")
 
-ResolveFederation = Callable[[Context], tuple[Federation, Path | None]]
-"""Returns what a client app works on, and the folder of its clients' states, if there is one."""
+
+@dataclass(frozen=True)
+class NodeSide:
+    """What a client app works on."""
+
+    federation: Federation
+    folder: Path | None = None
+    """Where its clients' states survive a restart."""
+    sends_states: bool = False
+    """Whether the clients' states travel with the messages; else they stay here, and receipts do."""
 
 
-def make_client_app(resolve: ResolveFederation) -> ClientApp:
+ResolveNode = Callable[[Context, RecordDict], NodeSide]
+"""Returns what a client app works on, given its context and a request."""
+
+
+def make_client_app(resolve: ResolveNode) -> ClientApp:
     """A client app that trains the clients that the server requests."""
     app = ClientApp()
 
-    def handler(handle: Callable[[Federation, Path | None, Message, Context], RecordDict]) -> Callable[..., Message]:
+    def handler(handle: Callable[[NodeSide, Message, Context], RecordDict]) -> Callable[..., Message]:
         """Replies with what `handle` returns, or with one line about why it can't."""
 
         def reply(message: Message, context: Context) -> Message:
             try:
-                federation, folder = resolve(context)
-                torch.set_num_threads(federation.config.threads)
+                node = resolve(context, message.content)
+                torch.set_num_threads(node.federation.config.threads)
                 keep_freed_memory()
-                content = handle(federation, folder, message, context)
+                content = handle(node, message, context)
             except (UserError, StateLost) as error:
                 log.error("%s", error)
                 content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
@@ -63,13 +76,13 @@ def make_client_app(resolve: ResolveFederation) -> ClientApp:
     return app
 
 
-def _node_info(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
+def _node_info(node: NodeSide, message: Message, context: Context) -> RecordDict:
     partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
     if partition is None:
         raise UserError("its --node-config needs partition-id=N")
     if num_partitions is not None and not 0 <= partition < num_partitions:
         raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
-    return wire.node_info_reply(partition, num_partitions, federation.fingerprint)
+    return wire.node_info_reply(partition, num_partitions, node.federation.fingerprint)
 
 
 def _node_number(context: Context, key: str) -> int | None:
@@ -81,28 +94,29 @@ def _node_number(context: Context, key: str) -> int | None:
     raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")
 
 
-def _setup(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
+def _setup(node: NodeSide, message: Message, context: Context) -> RecordDict:
+    federation = node.federation
     method = federation.methods.sets_up
     if method is None:
         raise UserError(f"method = '{federation.config.method}' has no set-up of its clients")
     return wire.setup_reply(method.setup_client(federation.client(wire.read_setup_request(message.content))))
 
 
-def _train(federation: Federation, folder: Path | None, message: Message, context: Context) -> RecordDict:
-    broadcast, client, work, receipt = wire.read_train_request(message.content)
-    store = NodeClientStore(client, context.state, folder)
-    store.prune(
-        receipt, before=broadcast.round - 1 - federation.config.checkpoint_every * federation.config.keep_checkpoints
-    )
-    view = federation.client(client)
-    update, state = local_update(federation.client_side, view, broadcast, store.load(receipt), work)
+def _train(node: NodeSide, message: Message, context: Context) -> RecordDict:
+    broadcast, client, work, requested = wire.read_train_request(message.content)
+    side, view = node.federation.client_side, node.federation.client(client)
+    if node.sends_states:
+        return wire.train_reply(*local_update(side, view, broadcast, requested, work))
+    store = NodeClientStore(client, context.state, node.folder)
+    store.prune(requested, before=broadcast.round - 1 - side.config.checkpoint_every * side.config.keep_checkpoints)
+    update, state = local_update(side, view, broadcast, store.load(requested), work)
     return wire.train_reply(update, store.save(broadcast.round, state))
 
 
-def _from_config(context: Context) -> tuple[Federation, Path | None]:
+def _from_config(context: Context, content: RecordDict) -> NodeSide:
     federation = _load(read_config(context.run_config, context.node_config).to_toml())
     folder = read_app_config(context.run_config, context.node_config).client_state_folder
-    return federation, folder / _run_key(federation) if folder else None
+    return NodeSide(federation, folder / _run_key(federation) if folder else None)
 
 
 @lru_cache(maxsize=1)

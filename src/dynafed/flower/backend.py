@@ -14,7 +14,7 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from dynafed.engine.backend import evaluate
-from dynafed.engine.client_store import ReceiptStore
+from dynafed.engine.client_store import ClientStore, ReceiptStore
 from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
@@ -40,6 +40,8 @@ class FlowerBackend:
 
     tolerate_failures: ClassVar[bool] = True
     """Whether a round goes on without a client that fails."""
+    holds_receipts: ClassVar[bool] = True
+    """Whether clients keep their states, and the server has receipts."""
 
     def __init__(self, federation: Federation, app_config: AppConfig, grid: Grid | None = None) -> None:
         self.federation = federation
@@ -70,9 +72,9 @@ class FlowerBackend:
         """Accuracy and mean loss on the evaluation split, computed in the server's process."""
         return evaluate(self.federation, model)
 
-    def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ReceiptStore:
-        """Clients keep their states; the server keeps receipts."""
-        return ReceiptStore(folder, limit, listing)
+    def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ClientStore:
+        """The clients' states, or receipts of them."""
+        return (ReceiptStore if self.holds_receipts else ClientStore)(folder, limit, listing)
 
     def setup_clients(self) -> Iterator[Tree]:
         """What each client that has data sends once, before round 1; an empty tree for one that fails."""
@@ -96,7 +98,7 @@ class FlowerBackend:
         requests = {client: wire.train_request(records, work, load_state(client)) for client, work in cohort}
         failures = []
         for client, reply in self._exchange("train", round_num, requests):
-            result = read_reply(reply, partial(wire.read_train_reply, client=client))
+            result = read_reply(reply, partial(wire.read_train_reply, client=client, receipts=self.holds_receipts))
             if isinstance(result, str):
                 failures.append(f"client {client}: {result}")
                 if not self.tolerate_failures:

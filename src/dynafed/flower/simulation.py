@@ -11,16 +11,16 @@ from queue import Queue
 from typing import Any
 
 import ray
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from dynafed.engine.checkpoint import client_folder
 from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
 from dynafed.flower.app_config import AppConfig
-from dynafed.flower.apps import make_client_app
+from dynafed.flower.apps import NodeSide, make_client_app
 from dynafed.flower.backend import FlowerBackend
+from dynafed.flower.environment import ray_address
 
 ROUND_TIMEOUT = 7 * 24 * 3600.0
 """Seconds for a round, however slow; the end of an actor or of Flower is noticed at once."""
@@ -29,10 +29,14 @@ ROUND_TIMEOUT = 7 * 24 * 3600.0
 class FlowerSimulation(FlowerBackend):
     """One simulated node for each client; `workers` actors take turns in running them.
 
+    With the variable RAY_ADDRESS, they are actors of that Ray cluster, one for each of its CPUs. They may be on other
+    machines, so the clients' states stay here, and travel with the messages.
+
     Flower calls the server app, and our rounds call their backend. So Flower runs in a thread, and its server app only
     passes the grid to us, then waits until the rounds are done.
     """
 
+    holds_receipts = False
     tolerate_failures = False  # a simulated client that fails is an error, and the same bits can't come out without it
 
     def __init__(self, federation: Federation, path: Path) -> None:
@@ -42,7 +46,6 @@ class FlowerSimulation(FlowerBackend):
             )
         self.actors = federation.execution.workers
         super().__init__(federation, AppConfig(timeout=ROUND_TIMEOUT))
-        self.path = path
         self.grid_queue: Queue[Grid | None] = Queue()
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -75,7 +78,9 @@ class FlowerSimulation(FlowerBackend):
             self.grid_queue.put(grid)
             self.done.wait()
 
-        shared = SharedFederation(self.federation, client_folder(self.path.absolute()))
+        shared = SharedFederation(self.federation)
+        # Ray refuses a number of CPUs for a cluster that is there already.
+        resources = {} if ray_address() else {"num_cpus": self.actors}
         flower = logging.getLogger("flwr")
         level, pythonpath = flower.level, os.environ.get("PYTHONPATH")
         flower.setLevel(logging.ERROR)
@@ -86,7 +91,7 @@ class FlowerSimulation(FlowerBackend):
                 make_client_app(shared),
                 num_supernodes=self.federation.config.clients,
                 backend_config={
-                    "init_args": {"num_cpus": self.actors, "logging_level": logging.ERROR, "log_to_driver": False},
+                    "init_args": {"logging_level": logging.ERROR, "log_to_driver": False, **resources},
                     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
                 },
             )
@@ -104,13 +109,12 @@ class FlowerSimulation(FlowerBackend):
 class SharedFederation:
     """Returns the federation to a client app. Ray's processes get it once, from Ray's store, not with every message."""
 
-    def __init__(self, federation: Federation, folder: Path) -> None:
+    def __init__(self, federation: Federation) -> None:
         self.federation = federation
-        self.folder = folder
 
-    def __call__(self, context: Context) -> tuple[Federation, Path]:
+    def __call__(self, context: Context, content: RecordDict) -> NodeSide:
         """The same for every node."""
-        return self.federation, self.folder
+        return NodeSide(self.federation, sends_states=True)
 
     @cached_property
     def object_ref(self) -> Any:
@@ -118,19 +122,18 @@ class SharedFederation:
         return ray.put(self.federation)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredFederation, (self.object_ref, self.folder)
+        return StoredFederation, (self.object_ref,)
 
 
 class StoredFederation:
     """A `SharedFederation` after unpickling in one of Ray's processes."""
 
-    def __init__(self, object_ref: Any, folder: Path) -> None:
+    def __init__(self, object_ref: Any) -> None:
         self.object_ref = object_ref
-        self.folder = folder
 
-    def __call__(self, context: Context) -> tuple[Federation, Path]:
+    def __call__(self, context: Context, content: RecordDict) -> NodeSide:
         """The same for every node."""
-        return _get_federation(self.object_ref), self.folder
+        return NodeSide(_get_federation(self.object_ref), sends_states=True)
 
 
 @lru_cache(maxsize=1)

@@ -47,21 +47,21 @@ def check_task(request: RecordDict, reply: RecordDict) -> None:
         raise UserError(f"its answer is for round {round_num!r} and client {client!r}")
 
 
-def train_request(records: BroadcastRecords, work: float, state_receipt: Tree) -> RecordDict:
-    """What one client needs to train; `state_receipt` says which of its states it starts from."""
-    return RecordDict({**records, "receipt": to_record(state_receipt), "train": ConfigRecord({"work": work})})
+def train_request(records: BroadcastRecords, work: float, state: Tree) -> RecordDict:
+    """What one client needs to train; `state` is the receipt of the state that it starts from, or that state."""
+    return RecordDict({**records, "state": to_record(state), "train": ConfigRecord({"work": work})})
 
 
 def read_train_request(content: RecordDict) -> tuple[Broadcast, int, float, Tree]:
-    """The broadcast, the client, the share of its work that it does, and the receipt of its state."""
+    """The broadcast, the client, the share of its work that it does, and its state or the receipt of it."""
     task, work = content.config_records["task"], content.config_records["train"]["work"]
     arrays = {name: from_record(record) for name, record in content.array_records.items()}
     broadcast = Broadcast(cast(int, task["round"]), arrays["model"], tree.unnest(arrays["extras"]))
-    return broadcast, cast(int, task["client"]), cast(float, work), arrays["receipt"]
+    return broadcast, cast(int, task["client"]), cast(float, work), arrays["state"]
 
 
-def train_reply(update: Update, state_receipt: Tree) -> RecordDict:
-    """An update, and the receipt of the client's new state."""
+def train_reply(update: Update, state: Tree) -> RecordDict:
+    """An update, and the receipt of the client's new state, or that state."""
     metrics: dict[str, int | float | list[int] | list[float]] = {
         "examples": update.examples,
         "steps": update.steps,
@@ -73,15 +73,18 @@ def train_reply(update: Update, state_receipt: Tree) -> RecordDict:
         {
             "model": to_record(update.model),
             "extras": to_record(tree.nest(update.extras)),
-            "receipt": to_record(state_receipt),
+            "state": to_record(state),
             "metrics": MetricRecord(metrics),
         }
     )
 
 
-def read_train_reply(content: RecordDict, client: int) -> tuple[Update, Tree]:
-    """The inverse of `train_reply`; raises any exception if the client sent something else."""
-    arrays = {name: from_record(content.array_records[name]) for name in ("model", "extras", "receipt")}
+def read_train_reply(content: RecordDict, client: int, receipts: bool) -> tuple[Update, Tree]:
+    """The inverse of `train_reply`; raises any exception if the client sent something else.
+
+    With `receipts`, a state must be the receipt of one.
+    """
+    arrays = {name: from_record(content.array_records[name]) for name in ("model", "extras", "state")}
     metrics = content.metric_records["metrics"]
     examples, steps, loss = (metrics[name] for name in ("examples", "steps", "loss"))
     curve, seconds = metrics["curve"], float(cast(float, metrics["seconds"]))
@@ -99,9 +102,9 @@ def read_train_reply(content: RecordDict, client: int) -> tuple[Update, Tree]:
         extras=tree.unnest(arrays["extras"]),
         curve=tuple(curve),
     )
-    if arrays["receipt"]:
-        read_receipt(arrays["receipt"])
-    return update, arrays["receipt"]
+    if arrays["state"] and receipts:
+        read_receipt(arrays["state"])
+    return update, arrays["state"]
 
 
 def failure_reply(reason: str, state_lost: bool = False) -> RecordDict:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from dynafed.errors import UserError
+
 if TYPE_CHECKING:
     from dynafed.config import Config
 
@@ -79,6 +81,14 @@ def execution_overrides(args: argparse.Namespace) -> dict[str, Any]:
     if args.data_dir is not None:
         changes["data_dir"] = str(Path(args.data_dir).absolute())
     return changes
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The value of `--seeds`."""
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise UserError(f"--seeds {text}: expected whole numbers such as 0,1,2") from None
 
 
 def print_rows(rows: Any, as_json: bool, columns: Sequence[str] = ()) -> None:

@@ -19,9 +19,10 @@ from dynafed.cli.common import (
     execution_overrides,
     load_config,
     out,
+    parse_seeds,
     with_loggers,
 )
-from dynafed.errors import Interrupted, UserError
+from dynafed.errors import Interrupted
 
 if TYPE_CHECKING:
     from dynafed.engine.run import Result
@@ -96,10 +97,7 @@ def _compare(args: argparse.Namespace) -> None:
 
     config = load_config(args)
     vary = dict(_varied(text) for text in args.vary)
-    try:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
-    except ValueError:
-        raise UserError(f"--seeds {args.seeds}: expected whole numbers such as 0,1,2") from None
+    seeds = parse_seeds(args.seeds)
     folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
     try:
         with ProgressBar("compare", err) as bar:

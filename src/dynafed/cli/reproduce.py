@@ -21,7 +21,7 @@ from dynafed.cli.common import (
     parse_seeds,
     print_rows,
 )
-from dynafed.errors import FolderBusy, Interrupted, UserError
+from dynafed.errors import FolderBusy, Interrupted, RunFailed
 
 if TYPE_CHECKING:
     from dynafed.reproduce.cells import PlannedCell
@@ -96,11 +96,11 @@ def _run(
         ]
 
     write()
-    open_ones: dict[str, UserError] = {}
+    open_ones: dict[str, Exception] = {}
     try:
         with ProgressBar("reproduce", err) as bar:
             for cell, outcome in run_cells(cells, bar.titled, keep_going=True):
-                if isinstance(outcome, UserError):
+                if not isinstance(outcome, dict):
                     open_ones[cell.title] = outcome
                 write()
     except Interrupted:
@@ -120,7 +120,7 @@ def _run(
     failed = {title: error for title, error in open_ones.items() if not isinstance(error, FolderBusy)}
     if failed:
         title, error = next(iter(failed.items()))
-        raise UserError(f"{len(failed)} of {len(cells)} cells failed; {title}: {error}")
+        raise RunFailed(f"{len(failed)} of {len(cells)} cells failed; {title}: {error}")
 
 
 def _command(args: argparse.Namespace) -> str:

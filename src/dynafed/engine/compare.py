@@ -59,7 +59,7 @@ def compare(
     ]
     summaries: dict[str, dict[int, dict[str, Any]]] = {label: {} for label in grid}
     for cell, outcome in run_cells(cells, callbacks):
-        if isinstance(outcome, UserError):
+        if not isinstance(outcome, dict):
             raise outcome
         label = cell.path.parent.name
         summaries[label][cell.config.seed] = outcome

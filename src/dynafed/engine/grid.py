@@ -18,7 +18,7 @@ from dynafed.engine.files import checksum, lock_folder, make_folder
 from dynafed.engine.run import resume, run
 from dynafed.engine.sharing import KeepFirstRounds, begins_alike, start_from
 from dynafed.engine.summary import read_summary
-from dynafed.errors import FolderBusy, UserError
+from dynafed.errors import FolderBusy, RunFailed, UserError
 
 CellCallbacks = Callable[[str], Sequence[Callback]]
 """Gets a run's title and returns the callbacks that follow it."""
@@ -33,7 +33,7 @@ class Cell:
     path: Path
 
 
-Outcome = dict[str, Any] | UserError
+Outcome = dict[str, Any] | UserError | RunFailed
 """A finished cell's summary, or why it isn't finished."""
 
 
@@ -47,7 +47,7 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Outcome]]:
     """Run what isn't finished, and yield each cell with its outcome.
 
-    A cell that fails with a `UserError` ends the grid, unless `keep_going`. One that another process holds has
+    A cell that fails ends the grid, unless `keep_going`. One that another process holds has
     `FolderBusy` as its outcome.
     """
 
@@ -56,7 +56,7 @@ def run_cells(
             return _run_cell(cell, cells, callbacks)
         except FolderBusy as busy:
             return busy
-        except UserError as error:
+        except (UserError, RunFailed) as error:
             if not keep_going:
                 raise
             return error

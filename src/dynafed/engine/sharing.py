@@ -84,7 +84,7 @@ def start_from(config: Config, path: Path, source: Path) -> bool:
         return False
     federation = Federation.create(config)
     rounds = shared_rounds(config)
-    models, history = _models(federation, source), read_metrics(source)[:rounds]
+    (models, norms), history = _first_rounds(federation, source), read_metrics(source)[:rounds]
     numbers = [f"{number:06d}" for number in range(1, rounds + 1)]
     if len(history) < rounds or not models.keys() >= {*numbers}:
         return False
@@ -93,7 +93,8 @@ def start_from(config: Config, path: Path, source: Path) -> bool:
         state = RunState.initial(federation, backend, path)
         for number in numbers:
             state = _replay(federation, state, models[number])
-        checkpoint.save(path, federation, state)
+        norms = {part: medians[:rounds] for part, medians in norms.items()}
+        checkpoint.save(path, federation, replace(state, norms=norms))
         records = history if state.served is not None else [_unserved(record) for record in history]
         write_bytes(path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
         begin_folder(path, federation)
@@ -110,16 +111,20 @@ def _replay(federation: Federation, state: RunState, model: Tree) -> RunState:
     return RunState(state.round + 1, model, server, state.clients, served)
 
 
-def _models(federation: Federation, source: Path) -> Mapping[str, Tree]:
-    """The global models, by round, that the run kept for others, if its data and kernels are the same."""
+def _first_rounds(federation: Federation, source: Path) -> tuple[Mapping[str, Tree], Tree]:
+    """The global models by round, and how large the updates were, of a run that kept them for others.
+
+    Nothing if its data or kernels aren't the same. Norms that don't reach back to round 1 are left out.
+    """
     if Config.load(source / "config.toml").kernels != federation.config.kernels:
-        return {}
+        return {}, {}
     for folder in _kept(source):
         body = checkpoint.read_body(folder)
         if body and body["fingerprint"] == federation.fingerprint and not body["clients"]:
-            server = tree.unnest(checkpoint.read_parts(folder)["server"])
-            return tree.unnest(server["average"])
-    return {}
+            parts = checkpoint.read_parts(folder)
+            norms = {part: medians for part, medians in parts.get("norms", {}).items() if len(medians) == body["round"]}
+            return tree.unnest(tree.unnest(parts["server"])["average"]), norms
+    return {}, {}
 
 
 def _kept(path: Path) -> list[Path]:

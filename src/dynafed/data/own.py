@@ -145,7 +145,8 @@ def own_clients(
     """
     columns = Columns(given.target, given.columns, given.client)
     first = read(sources[0], columns, client_title(0, names))
-    layout = _layout(first[0], given, name, client_title(0, names), integers)
+    sample = sample_tensor(first[0], client_title(0, names))
+    layout = make_layout(sample.dtype, tuple(sample.shape[1:]), given, name, integers)
     classes = given.given_classes()
     scanned = len(sources) if classes is None or not any(map(is_lazy, sources)) else 1
     found = [_look(layout, client_title(0, names), first)]
@@ -154,20 +155,23 @@ def own_clients(
         found.append(_look(layout, where, read(sources[client], columns, where)))
     raw_splits = {split: read(source, columns, split) for split, source in splits.items()}
     held = {split: _look(layout, split, raw) for split, raw in raw_splits.items()}
-    number, labels = settle_classes(classes, (each.values for each in (*found, *held.values())), "the clients' data")
-    schema = replace(layout, classes=number, labels=labels, class_names=tuple(map(str, labels)))
+    schema = add_classes(layout, given, [each.values for each in (*found, *held.values())])
     stored = {split: schema.stored(*raw, split) for split, raw in raw_splits.items()}
     counts = {client: each.by_class(schema, client_title(client, names)) for client, each in enumerate(found)}
     return OwnClients(sources, names, schema, columns, stored, memory, counts)
 
 
-def _layout(x: Any, given: DataSettings, name: str, where: str, integers: bool) -> Schema:
-    """Type, shape and scale of the samples: as given, else as the first client has them. No classes yet."""
-    found = sample_tensor(x, where)
-    dtype: torch.dtype = getattr(torch, given.dtype) if given.dtype else found.dtype
+def make_layout(
+    dtype: torch.dtype, shape: tuple[int, ...], given: DataSettings, name: str, integers: bool = True
+) -> Schema:
+    """Type, shape and scale of the samples: as given, else those that were found. No classes yet.
+
+    With `integers` False, the network takes no whole numbers.
+    """
+    dtype = getattr(torch, given.dtype) if given.dtype else dtype
     if dtype == torch.int64 and not integers:
         dtype = torch.float32
-    shape = given.shape or tuple(found.shape[1:])
+    shape = given.shape or shape
     channels = shape[0] if len(shape) in (1, 3) else 1
     mean, std = given.mean, given.std
     if dtype == torch.uint8 and not (mean or std):
@@ -177,6 +181,12 @@ def _layout(x: Any, given: DataSettings, name: str, where: str, integers: bool) 
             f"data.mean has {len(mean)} values and data.std {len(std)}: samples of shape {shape} need {channels} each"
         )
     return Schema(name, shape, dtype, 0, mean, std)
+
+
+def add_classes(layout: Schema, given: DataSettings, found: Sequence[np.ndarray]) -> Schema:
+    """The layout with its classes: as given, else those among the labels that were found."""
+    number, labels = settle_classes(given.given_classes(), found, "the clients' data")
+    return replace(layout, classes=number, labels=labels, class_names=tuple(map(str, labels)))
 
 
 @dataclass(frozen=True)

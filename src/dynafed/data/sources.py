@@ -16,6 +16,7 @@ from dynafed.data.loading import load
 from dynafed.data.own import OwnClients, own_clients
 from dynafed.data.partition import Partition, carve, make_partition, partition_from_lists
 from dynafed.data.settings import DataSettings
+from dynafed.data.spec import NODES
 from dynafed.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def federated_data(
     config: Config, seeds: Seeds, given: Given, *, integers: bool = True
 ) -> tuple[Config, FederatedData]:
     """The samples of a run, and its config with what they decide; `integers` says whether its network takes them."""
+    if isinstance(given.clients, OwnClients):
+        return config, given.clients
+    if config.dataset == NODES and given.clients is None and given.train is None:
+        raise UserError(f"dataset = '{NODES}': the samples are on Flower's nodes, so run it there (docs/flower.md)")
     named, clients = _named(given.clients)
     settings = config.section("data", DataSettings)
     own = clients is not None and any(is_client_data(client) for client in clients)

@@ -124,14 +124,23 @@ DATASETS: Registry[DatasetSpec | Loader] = Registry("dataset", _builtin)
 `Dataset` or the arrays `((train_x, train_y), (test_x, test_y))`."""
 
 
+NODES = "nodes"
+"""In place of a dataset's name: each node of Flower has samples of its own."""
+
+
 def check_name(name: str) -> None:
-    """Raise `UserError` for a name that `load` can't know; imports nothing."""
-    if name != "custom" and not name.startswith("hf:"):
+    """Raise `UserError` for a name that no dataset has; imports nothing."""
+    if not _is_unnamed(name):
         DATASETS.check(name)
+
+
+def _is_unnamed(name: str) -> bool:
+    """Whether there is no record of it: what is given in Python, what is on Flower's nodes, `hf:NAME`."""
+    return name in ("custom", NODES) or name.startswith("hf:")
 
 
 def get_spec(name: str) -> DatasetSpec | None:
     """The record of the dataset of this name; None for a dataset without one: a function, `hf:NAME`, "custom"."""
     check_name(name)
-    part = None if name == "custom" or name.startswith("hf:") else DATASETS.load(name)
+    part = None if _is_unnamed(name) else DATASETS.load(name)
     return part if isinstance(part, DatasetSpec) else None

@@ -94,8 +94,9 @@ class Refiner:
         )
         if problem := validate_finite(refined.model):
             raise NoModel(f"fine-tuning round {server_round} returned no model: {problem}; lower dynafed.finetune_lr")
-        self.state, self.metrics = refined.state, dict(refined.metrics)
-        if self.metrics:
+        self.state = refined.state
+        self.metrics = {name: value for name, value in refined.metrics.items() if not isinstance(value, str)}
+        if "matching_loss" in self.metrics:
             log.info("DynaFed: D_syn is made; %s", ", ".join(f"{name} {x:.3g}" for name, x in self.metrics.items()))
         if refined.model is not model:
             log.info("DynaFed: the aggregate of round %d is fine-tuned on D_syn", server_round)

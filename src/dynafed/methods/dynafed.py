@@ -76,8 +76,8 @@ class Algorithm:
                 )
                 if synthesized is not None:
                     parts["synthetic"] = synthesized.tree()
-                    if not again:
-                        del parts["trajectory"]
+                if "synthesis_refused" in metrics or (synthesized is not None and not again):
+                    del parts["trajectory"]  # after a refusal, another one is recorded from the next round on
         return ServerOutput(model, tree.nest(parts), metrics)
 
     def _record(self, trajectory: Tree, model: Tree, round_num: int) -> tuple[Tree, int]:

@@ -175,6 +175,8 @@ def _event_table(run: Run) -> str:
             said.append(f"repeated {plural(int(record['repeats']), 'time')}")
         if record.get("skipped"):
             said.append("skipped: the model was kept")
+        if record.get("synthesis_refused"):
+            said.append(f"synthesis not used: {record['synthesis_refused']}")
         if "not finite" in charts.count_events(record):
             said.append("loss not finite")
         if said:

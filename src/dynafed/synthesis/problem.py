@@ -16,7 +16,7 @@ from dynafed.seeds import Seeds
 from dynafed.synthesis.figures import SynthesisFigures
 from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.settings import DynaFedSettings
-from dynafed.synthesis.synthesize import Segments, StationaryTrajectory, synthesize
+from dynafed.synthesis.synthesize import Segments, StationaryTrajectory, UntrustedTrajectory, synthesize
 from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
 
@@ -49,7 +49,8 @@ def synthesize_from_trajectory(
 ) -> tuple[SyntheticData | None, dict[str, Any]]:
     """Run Algorithm 1 on the recorded checkpoints; returns D_syn and metrics.
 
-    If all checkpoints are equal, logs a warning and returns (None, {}).
+    If all checkpoints are equal, logs a warning and returns (None, {}). If the trajectory or its synthesis is not
+    trusted, the metrics hold the reason as `synthesis_refused`, and there is no D_syn.
     """
     from dynafed.synthesis.quality import matching_by_segment
 
@@ -77,18 +78,26 @@ def synthesize_from_trajectory(
     except StationaryTrajectory as error:
         log.warning("no synthesis in round %d: %s", round_num, error)
         return None, {}
+    except UntrustedTrajectory as error:
+        return None, _refused(str(error), round_num)
     invariances = find_invariances(problem.module, problem.shape)
     segments = Segments(checkpoints, settings, problem.seeds, invariances if settings.distance == "quotient" else None)
     shares = mean_shares(invariances, segments)
     quality = problem.measure_quality(segments, synthetic) if problem.measure_quality else None
-    if figures:
-        synthetic.save(figures.folder / "synthetic.safetensors")
-        figures.finish(synthetic, quality, shares, trained)
     if quality:
         by_segment = quality.matching_by_segment
     else:
         by_segment = matching_by_segment(problem.module, segments, synthetic, problem.threads)
-    metrics = {"inner_lr": synthetic.inner_lr, "matching_loss": fmean(by_segment.values())}
+    loss, worst = fmean(by_segment.values()), settings.max_matching_loss
+    if worst and not loss <= worst:
+        reason = f"its matching loss is {loss:.4g}, more than dynafed.max_matching_loss = {worst:g}"
+        return None, _refused(reason, round_num) | {"refused_matching_loss": loss}
+    if figures:
+        synthetic.save(figures.folder / "synthetic.safetensors")
+        figures.finish(synthetic, quality, shares, trained)
+    metrics: dict[str, Any] = {"inner_lr": synthetic.inner_lr, "matching_loss": loss}
+    if settings.outlier_steps:
+        metrics["segments_left_out"] = segments.left_out
     if synthetic.inner_rates is not None:
         metrics |= {
             "inner_lr_min": float(synthetic.inner_rates.min()),
@@ -97,6 +106,11 @@ def synthesize_from_trajectory(
     unused = sum(shares[name] for name in shares if invariances.is_unused(name, checkpoints[0][name]))
     metrics |= {"invariant_share": sum(shares.values()), "invariant_share_unused": unused}
     return synthetic, metrics | (asdict(quality) if quality else {})
+
+
+def _refused(reason: str, round_num: int) -> dict[str, Any]:
+    log.warning("the synthesis in round %d is not used: %s", round_num, reason)
+    return {"synthesis_refused": reason}
 
 
 def mean_shares(invariances: Invariances, segments: Segments) -> dict[str, float]:

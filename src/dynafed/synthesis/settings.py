@@ -60,6 +60,15 @@ class DynaFedSettings:
     finetune_steps: int = setting(20, "steps of fine-tuning in every round after the synthesis", low=0)
     finetune_batch: int = setting(0, "samples in such a step (0: all)", low=0)
     resynthesize_every: int = setting(0, "synthesize again after so many rounds, from the latest ones (0: once)", low=0)
+    outlier_steps: float = setting(
+        0.0,
+        "leave out segments with a step so many times longer than the trajectory's median step (0: none); 4 against "
+        "attackers",
+        low=0,
+    )
+    max_matching_loss: float = setting(
+        0.0, "a synthesis that matches worse is not used, and another trajectory is recorded (0: any is used)", low=0
+    )
     evidence: bool = setting(
         False, "measure D_syn as the paper's figures do: against real samples, noise, from scratch"
     )

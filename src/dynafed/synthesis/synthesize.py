@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +49,10 @@ OnIteration = Callable[[int, float, Tensor], None]
 
 class StationaryTrajectory(UserError):
     """All checkpoints of a trajectory are equal."""
+
+
+class UntrustedTrajectory(UserError):
+    """Every segment of a trajectory has a step that doesn't fit the others."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,23 @@ class Segments:
             )
         if stationary:
             log.warning("%d segments of the trajectory don't move and are left out", stationary)
+        wild = outlying_steps(checkpoints, config.outlier_steps) if config.outlier_steps else set()
+        fitting = [start for start in self.starts if not wild & {*range(start, start + config.segment)}]
+        self.left_out = len(self.starts) - len(fitting)
+        """Segments with a step that is much longer than the others."""
+        if not fitting:
+            raise UntrustedTrajectory(
+                f"every segment has a step more than {config.outlier_steps:g} times as long as the median step"
+            )
+        if self.left_out:
+            steps = ", ".join(str(step + 1) for step in sorted(wild))
+            log.warning(
+                "%d segments of the trajectory are left out: step %s is more than %g times as long as the median step",
+                self.left_out,
+                steps,
+                config.outlier_steps,
+            )
+        self.starts = fitting
 
     def draw(self, iteration: int) -> Segment:
         """The segment of one iteration."""
@@ -197,6 +220,15 @@ class Segments:
             return True
         difference = tree.map_tensors(torch.sub, one, other)
         return sum(self.invariances.shares(difference).values()) < 1 - ROUNDING
+
+
+def outlying_steps(checkpoints: Sequence[Tree], times: float) -> set[int]:
+    """The steps from a checkpoint to the next that are more than `times` as long as the median; 0 is the first."""
+    lengths = [
+        tree.norm(tree.map_tensors(torch.sub, after, before)) for before, after in itertools.pairwise(checkpoints)
+    ]
+    usual = statistics.median(lengths)
+    return {step for step, length in enumerate(lengths) if not length <= times * usual}
 
 
 class SynthesisState:

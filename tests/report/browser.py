@@ -13,6 +13,9 @@ from typing import Any
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
+HELPERS, FAULTS = (Path(__file__).with_name(f"page_{name}.js").read_text() for name in ("helpers", "faults"))
+"""What tests do in a page, and a list of all that is wrong with how a page looks."""
+
 
 class Browser:
     """One page at a time; `errors` holds what its console or its scripts complained about."""
@@ -66,8 +69,8 @@ class Browser:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
-        """Show a file in a window of that width."""
+    def open(self, page: Path | str, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
+        """Show a file, or an address, in a window of that width."""
         self.errors.clear()
         self.loaded = False
         self.send(
@@ -75,7 +78,7 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media="", features=[scheme])
-        self.send("Page.navigate", url=page.resolve().as_uri())
+        self.send("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self.loaded:
             self._receive()
 

@@ -24,7 +24,7 @@ if (tiles) {
   const area = [...tiles.children].reduce((sum, e) => sum + e.offsetWidth * e.offsetHeight, 0);
   if (area < 0.97 * tiles.clientWidth * tiles.clientHeight) faults.push("a hole in the tiles");
 }
-for (const e of document.querySelectorAll("img:not([alt]), section:not([aria-labeledby]), .plot:not([aria-label])")) faults.push(`unlabeled: ${e.outerHTML.slice(0, 80)}`);
+for (const e of document.querySelectorAll("img:not([alt]), section:not([aria-labelledby]), .plot:not([aria-label])")) faults.push(`unlabeled: ${e.outerHTML.slice(0, 80)}`);
 for (const e of document.querySelectorAll("button, a")) if (!(e.getAttribute("aria-label") || e.textContent.trim())) faults.push("a nameless button or link");
 const names = [...document.querySelectorAll("[id]")].map(e => e.id);
 if (new Set(names).size < names.length) faults.push("an id stands twice");

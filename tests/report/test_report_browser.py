@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from browser import BROWSER, Browser
+from browser import BROWSER, FAULTS, HELPERS, Browser
 from fake_runs import MakeRun, add_synthetic, synthesis_record
 from PIL import Image
 
@@ -21,15 +20,6 @@ from dynafed.report.load import load_run
 from dynafed.report.text import percent, to_json_data
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-
-HELPERS, FAULTS = (Path(__file__).with_name(f"page_{name}.js").read_text() for name in ("helpers", "faults"))
-"""What tests do in a page, and a list of all that is wrong with how a page looks."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as one:
-        yield one
 
 
 def ask(browser: Browser, page: Path, script: str, width: int = 1200) -> Any:

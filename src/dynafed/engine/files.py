@@ -20,6 +20,9 @@ try:
 except ImportError:  # Windows: nothing guards against a second process on the same folder
     fcntl = None  # type: ignore[assignment]
 
+SAMPLES_NOW = "synthesis.png"
+"""In a run's folder: the samples of a synthesis that is under way, as they are now; gone at its end."""
+
 
 @contextmanager
 def lock_folder(folder: Path, patience: float = 3.0, name: str = ".lock") -> Iterator[None]:
@@ -37,6 +40,16 @@ def lock_folder(folder: Path, patience: float = 3.0, name: str = ".lock") -> Ite
                     ) from None
                 time.sleep(0.05)
         yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine holds the folder's lock, without touching it; known only on Linux."""
+    try:
+        inode = str((folder / ".lock").stat().st_ino)
+        held = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    return any(field.split(":")[-1] == inode for line in held for field in line.split() if field.count(":") == 2)
 
 
 def make_folder(path: Path) -> Path:

@@ -57,9 +57,9 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
         f"{_ranking(groups)}"
         f'<p class="setup">{escape(setup_line(same))}</p>{left_out}</header>'
     )
-    page.add(CONTENTS, _legend(groups))
+    page.add(CONTENTS, legend(groups))
     page.section("Results", _result_table(groups), f'<p class="fine">{escape(_fine_print(groups))}</p>')
-    page.section("Learning", learning_switches(runs, _axes(groups)), grid(*_learning(page, groups)))
+    page.section("Learning", learning_switches(runs, _axes(groups)), grid(*learning_charts(page, groups)))
     extra = extra_keys(runs)
     show = _to_show(groups)
     whose = f"Shown is that of {show.config.get('method')}, seed {show.config.get('seed')}." if show else ""
@@ -95,7 +95,8 @@ def _small(page: Page, groups: Sequence[Group], key: str) -> str:
     return page.chart(spec, shown.name, shown.about, better=shown.better, small=True)
 
 
-def _learning(page: Page, groups: Sequence[Group]) -> list[str]:
+def learning_charts(page: Page, groups: Sequence[Group]) -> list[str]:
+    """Accuracy and loss, a curve for each group."""
     targets = {run.target for group in groups for run in group.runs}
     target = targets.pop() if len(targets) == 1 else None
     marks = [{"y": target, "label": f"target {percent(target, 0)}"}] if target else []
@@ -182,7 +183,8 @@ def _own(group: Group, text: str = "") -> str:
     return f'<b class="own" style="{_color(group.place)}">{text or escape(group.label)}</b>'
 
 
-def _legend(groups: Sequence[Group]) -> str:
+def legend(groups: Sequence[Group]) -> str:
+    """The groups' names, each a button that hides its curves."""
     keys = "".join(
         f'<button type="button" class="key" data-group="{place}" aria-pressed="true" style="{_color(place)}">'
         f'<i class="d{place // 8 % 3}" aria-hidden="true"></i>{escape(group.label)}</button>'

@@ -444,7 +444,7 @@
   // ---- bring it to life
 
   const kinds = { lines, stack, bars, heat, events };
-  const plots = [...document.querySelectorAll("[data-chart]")];
+  const plots = new Set();
   const drawnAt = new Map();
   const hide = () => {
     tipBox.hidden = true;
@@ -463,9 +463,7 @@
     for (const { target } of entries) if (target.clientWidth !== drawnAt.get(target)) draw(target);
   });
 
-  for (const box of plots) {
-    draw(box);
-    resized.observe(box);
+  const listen = box => {
     for (const type of ["pointermove", "mousemove", "pointerdown"]) box.addEventListener(type, event => probes.get(box)?.at(event.clientX, event.clientY));
     for (const type of ["pointerleave", "mouseleave", "blur"]) box.addEventListener(type, hide);
     box.addEventListener("keydown", event => {
@@ -475,19 +473,24 @@
       event.preventDefault();
       probes.get(box).step(by);
     });
-  }
-
-  const choose = (name, use) => {
-    const buttons = [...document.querySelectorAll(`[data-${name}]`)];
-    for (const button of buttons) button.addEventListener("click", () => {
-      use(button.dataset[name]);
-      for (const other of buttons) other.setAttribute("aria-pressed", other.dataset[name] === button.dataset[name]);
-      drawAll();
-    });
   };
-  choose("axis", value => { axis = value; });
-  choose("order", value => { order = value; });
-  choose("smooth", value => { smooth = +value; });
+
+  const switches = { axis: value => { axis = value; }, order: value => { order = value; }, smooth: value => { smooth = +value; } };
+  const markSwitches = () => {
+    const now = { axis, order, smooth: String(smooth) };
+    for (const name of Object.keys(switches)) {
+      for (const button of document.querySelectorAll(`[data-${name}]`)) button.setAttribute("aria-pressed", button.dataset[name] === now[name]);
+    }
+  };
+  document.addEventListener("click", event => {
+    for (const [name, use] of Object.entries(switches)) {
+      const button = event.target.closest(`[data-${name}]`);
+      if (!button) continue;
+      use(button.dataset[name]);
+      markSwitches();
+      drawAll();
+    }
+  });
 
   // ---- behind every chart: its numbers as a table, as CSV, and the drawing as SVG
 
@@ -547,41 +550,49 @@
       for (const v of row) element("td", "num", line, v === null || v === undefined ? "–" : String(v));
     }
   };
-  for (const box of plots) {
-    const spec = data.charts[box.dataset.chart], panel = box.closest(".panel");
+  const addTools = box => {
+    const panel = box.closest(".panel"), spec = () => data.charts[box.dataset.chart], { title } = spec();
     const tools = element("p", "tools", panel);
     const tool = (text, label, use) => {
       const button = element("button", "", tools, text);
       button.type = "button";
-      button.setAttribute("aria-label", `${spec.title}: ${label}`);
+      button.setAttribute("aria-label", `${title}: ${label}`);
       button.addEventListener("click", () => use(button));
       return button;
     };
     tool("table", "show the numbers as a table", button => {
       const open = panel.querySelector(".behind");
       button.setAttribute("aria-expanded", !open);
-      if (open) open.remove(); else fill(element("div", "behind", panel), rowsOf(spec));
+      if (open) open.remove(); else fill(element("div", "behind", panel), rowsOf(spec()));
     }).setAttribute("aria-expanded", false);
-    tool("CSV", "download the numbers as CSV", () => save(`${panel.id}.csv`, "text/csv", csv(rowsOf(spec))));
+    tool("CSV", "download the numbers as CSV", () => save(`${panel.id}.csv`, "text/csv", csv(rowsOf(spec()))));
     tool("SVG", "download the drawing as SVG", () => box.querySelector("svg") && save(`${panel.id}.svg`, "image/svg+xml", drawing(box)));
-  }
+  };
+  const enliven = box => {
+    plots.add(box);
+    draw(box);
+    resized.observe(box);
+    listen(box);
+    addTools(box);
+  };
+  document.querySelectorAll("[data-chart]").forEach(enliven);
 
-  const legend = [...document.querySelectorAll(".key")];
-  const show = () => {
-    for (const key of legend) key.setAttribute("aria-pressed", !hidden.has(+key.dataset.group));
+  const legend = () => [...document.querySelectorAll(".key")];
+  const markLegend = () => legend().forEach(key => key.setAttribute("aria-pressed", !hidden.has(+key.dataset.group)));
+  const pick = (event, use) => {
+    const key = event.target.closest(".key");
+    if (!key) return;
+    use(+key.dataset.group);
+    markLegend();
     drawAll();
   };
-  for (const key of legend) {
-    const group = +key.dataset.group;
-    key.addEventListener("click", () => { if (!hidden.delete(group)) hidden.add(group); show(); });
-    key.addEventListener("dblclick", () => {
-      const others = legend.map(other => +other.dataset.group).filter(other => other !== group);
-      const alone = others.every(other => hidden.has(other));
-      hidden.clear();
-      if (!alone) others.forEach(other => hidden.add(other));
-      show();
-    });
-  }
+  document.addEventListener("click", event => pick(event, group => { if (!hidden.delete(group)) hidden.add(group); }));
+  document.addEventListener("dblclick", event => pick(event, group => {
+    const others = legend().map(other => +other.dataset.group).filter(other => other !== group);
+    const alone = others.every(other => hidden.has(other));
+    hidden.clear();
+    if (!alone) others.forEach(other => hidden.add(other));
+  }));
 
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.querySelectorAll("thead th")], body = table.tBodies[0];
@@ -605,4 +616,35 @@
     if (!place.open || place.querySelector("table")) return;
     fill(place, [data.numbers.columns, ...data.numbers.rows]);
   });
+
+  // ---- a page that is still being written to
+
+  /** Show the page's new state. What the reader has opened, chosen or is reading stays as it is. */
+  globalThis.updatePage = ({ title, html, charts }) => {
+    const main = document.querySelector("main"), fresh = document.createElement("template");
+    const focused = document.activeElement?.closest("[data-chart]");
+    fresh.innerHTML = html;
+    document.title = title;
+    const open = new Set([...main.querySelectorAll("details[open] > summary")].map(summary => summary.textContent));
+    for (const summary of fresh.content.querySelectorAll("details > summary")) summary.parentElement.open = open.has(summary.textContent);
+    const changed = [];
+    for (const figure of fresh.content.querySelectorAll("figure.panel[id]")) {
+      const place = figure.querySelector("[data-chart]"), old = document.getElementById(figure.id), box = old?.querySelector("[data-chart]");
+      if (!box) continue;
+      if (JSON.stringify(data.charts[box.dataset.chart]) !== JSON.stringify(charts[place.dataset.chart])) changed.push(box);
+      box.dataset.chart = place.dataset.chart;
+      box.setAttribute("aria-label", place.getAttribute("aria-label"));
+      old.querySelector("figcaption").replaceWith(figure.querySelector("figcaption"));
+      figure.replaceWith(old);
+    }
+    data.charts = charts;
+    main.replaceChildren(fresh.content);
+    for (const box of plots) if (!box.isConnected) { plots.delete(box); resized.unobserve(box); }
+    if (changed.length) hide();
+    changed.forEach(draw);
+    for (const box of document.querySelectorAll("[data-chart]")) if (!plots.has(box)) enliven(box);
+    markSwitches();
+    markLegend();
+    focused?.focus({ preventScroll: true });
+  };
 })();

@@ -53,7 +53,7 @@ class Page:
         if level == "h2":
             self.anchors[name] = title
         link = f'<a class="anchor" href="#{name}" aria-label="link to {escape(title)}">#</a>'
-        return f'<section aria-labeledby="{name}"><{level} id="{name}">{escape(title)}{link}</{level}>'
+        return f'<section aria-labelledby="{name}"><{level} id="{name}">{escape(title)}{link}</{level}>'
 
     def anchor(self, title: str) -> str:
         """A name for `title` that nothing else on the page has."""
@@ -119,15 +119,20 @@ class Page:
         head = self.heading(title, level) if title else "<section>"
         return f"{head}{blocks.paragraphs(block.get('text') or '')}{inside}</section>"
 
-    def html(self) -> str:
-        """The whole file."""
-        script = _asset("page.js")
+    def body(self) -> str:
+        """What is on the page."""
+        return "\n".join(self.parts).replace(CONTENTS, self.contents(), 1)
+
+    def html(self, live: str = "") -> str:
+        """The whole file. `live` is a script that keeps it up to date from the server that it came from."""
+        script = _asset("page.js") + live
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return Template(_asset("page.html")).substitute(
             title=escape(self.title),
-            policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
+            policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+            + ("; connect-src 'self'" if live else ""),
             css=_asset("page.css"),
-            body="\n".join(self.parts).replace(CONTENTS, self.contents(), 1),
+            body=self.body(),
             data=script_json({"charts": self.charts, "numbers": self.numbers}),
             js=script,
         )

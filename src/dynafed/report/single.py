@@ -41,7 +41,7 @@ def run_page(run: Run, base: Path) -> str:
     page.add(_tiles(run), CONTENTS)
     alone = [Group(str(run.config.get("method", "run")), (run,))]
     extra = extra_keys([run])
-    page.section("Learning", learning_switches([run]), grid(*_learning(page, run, alone)))
+    page.section("Learning", learning_switches([run]), grid(*learning_charts(page, run, alone)))
     synthesis = synthesis_parts(page, alone, extra.once, run)
     shown = page.blocks(run, "h3" if synthesis else "h2", gallery=any('class="gallery"' in part for part in synthesis))
     if synthesis:
@@ -96,7 +96,8 @@ def _small(page: Page, run: Run, key: str) -> str:
     return page.chart(spec, shown.name, shown.about, better=shown.better, small=True)
 
 
-def _learning(page: Page, run: Run, alone: Sequence[Group]) -> list[str]:
+def learning_charts(page: Page, run: Run, alone: Sequence[Group]) -> list[str]:
+    """Accuracy and loss of one run."""
     marks = [{"y": run.target, "label": f"target {percent(run.target, 0)}"}] if run.target else []
     points = [{"x": run.best[0], "y": run.best[1], "label": f"best {percent(run.best[1])}"}] if run.best else []
     names = {"accuracy": "accuracy", "accuracy_before_refine": "before refinement"}

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from dynafed.engine.files import write_bytes
+from dynafed.engine.files import SAMPLES_NOW, write_bytes
 from dynafed.synthesis.synthetic import SyntheticData
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ SNAPSHOTS = (0, 125, 250, 500)
 """Iterations whose samples are shown, as in the paper; the last iteration is added."""
 SHOWN = 30
 """The largest number of samples in a figure."""
+UPDATES = 50
+"""How often in a synthesis its picture of now is written."""
 
 
 class SynthesisFigures:
@@ -29,6 +31,7 @@ class SynthesisFigures:
     def __init__(self, folder: Path, iterations: int) -> None:
         self.folder = folder
         self.snapshots = {number for number in SNAPSHOTS if number < iterations} | {iterations}
+        self.update_every = max(1, iterations // UPDATES)
         self.log_file = folder / "synthesis.jsonl"
         self.losses: dict[int, float] = {}
         # A resumed synthesis continues the log of the interrupted one.
@@ -42,6 +45,10 @@ class SynthesisFigures:
             file.write(json.dumps({iteration: loss}) + "\n")
         if iteration in self.snapshots and x.ndim == 4:
             write_png(self.folder / f"synthetic-{iteration:06d}.png", x[:SHOWN], columns=10)
+        if iteration % self.update_every == 0 and x.ndim == 4:
+            aside = self.folder / f".{SAMPLES_NOW}"
+            write_png(aside, x[:SHOWN], columns=10)
+            aside.replace(self.folder / SAMPLES_NOW)
 
     def finish(
         self, synthetic: SyntheticData, quality: Quality | None, shares: Mapping[str, float], names: Sequence[str]
@@ -56,6 +63,7 @@ class SynthesisFigures:
             *self._samples(synthetic),
             *(self._evidence(quality) if quality else ()),
         ]
+        (self.folder / SAMPLES_NOW).unlink(missing_ok=True)
         write_bytes(self.folder / "report.json", json.dumps(blocks).encode())
 
     def _loss_curve(self) -> list[dict[str, Any]]:

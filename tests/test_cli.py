@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -184,29 +183,10 @@ def test_interrupted_it_saves_says_how_to_go_on_and_exits_130(tmp_path: Path, nu
         os.killpg(child.pid, number)  # as `timeout` does
     output, error = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert error.strip() == "dynafed: interrupted; continue with: dynafed resume r"
+    assert error.splitlines()[-1] == "dynafed: interrupted; continue with: dynafed resume r"
+    assert "Traceback" not in error
     assert output == ""
     assert list((tmp_path / "r" / "checkpoint").glob("round-*"))
-
-
-def test_a_terminal_sees_a_progress_bar(tmp_path: Path) -> None:
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "dynafed", "run", *FAST, "-s", "rounds=20", "--json", "--out", "r"]
-    child = subprocess.Popen(command, stderr=follower, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"})
-    os.close(follower)
-    seen = b""
-    while True:
-        try:
-            piece = os.read(leader, 4096)
-        except OSError:
-            break
-        if not piece:
-            break
-        seen += piece
-    output, _ = child.communicate(timeout=60)
-    assert json.loads(output)["rounds"] == 20
-    assert b"accuracy" in seen
-    assert b"s a round" in seen
 
 
 def test_resume_goes_on_to_more_rounds_and_says_why_a_run_stopped(capsys: pytest.CaptureFixture[str]) -> None:

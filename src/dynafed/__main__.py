@@ -1,7 +1,21 @@
-"""`python -m dynafed`."""
+"""`dynafed` and `python -m dynafed`."""
 
+import signal
 import sys
 
-from dynafed.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run one command; returns the exit code."""
+    quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if quiet:  # Ctrl-C ends the process, without a traceback, until the command line can say so itself
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from dynafed.cli import main as run_command
+
+    code = run_command()
+    if quiet:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dynafed import stages
 from dynafed.errors import UserError
 from dynafed.registry import Registry, required_arguments
 from dynafed.settings import setting
@@ -189,7 +190,7 @@ class CallbackList:
 
 
 def make_callbacks(config: Config, given: Sequence[Callback | Callable[..., Any]]) -> CallbackList:
-    """The writer of metrics, then those that the config names, then those that were given."""
+    """The writer of metrics, those that the config names, those that were given, then the bar, if any."""
     made: list[Callback] = [MetricsWriter()]
     for name in config.callbacks:
         kind: Any = CALLBACKS.load(name)
@@ -202,4 +203,7 @@ def make_callbacks(config: Config, given: Sequence[Callback | Callable[..., Any]
         if isinstance(one, type) or not (isinstance(one, Callback) or callable(one)):
             raise UserError(f"a callback is a dynafed.Callback or a function of a round's record, not {one!r}")
         made.append(one if isinstance(one, Callback) else RoundFunction(one))
+    bar = stages.current()
+    if isinstance(bar, Callback) and bar not in made:
+        made.append(bar)
     return CallbackList(made)

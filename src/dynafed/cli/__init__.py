@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynafed.cli import config, data, listings, report, reproduce, synthesize, train, watch
+from dynafed.cli.common import log_to_stderr
 from dynafed.errors import RunFailed, UserError
 
 GROUPS = (train, synthesize, report, watch, reproduce, config, listings, data)
@@ -17,9 +18,8 @@ GROUPS = (train, synthesize, report, watch, reproduce, config, listings, data)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
     args = make_parser().parse_args(arguments)
-    logging.getLogger("dynafed").setLevel(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
+    log_to_stderr(logging.INFO if getattr(args, "verbose", False) else logging.WARNING)
     try:
         args.command(args)
     except UserError as error:

@@ -6,8 +6,14 @@ What a command needs is imported when it runs: `dynafed --help` shouldn't wait f
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-from collections.abc import Callable, Sequence
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,11 +24,55 @@ from dynafed.errors import UserError
 
 if TYPE_CHECKING:
     from dynafed.config import Config
+    from dynafed.terminal import ProgressBar
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What commands are added to."""
 
 out, err = (Console(stderr=to_err, soft_wrap=True, emoji=False, markup=False) for to_err in (False, True))
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at that moment: while a progress bar is shown, that prints above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def log_to_stderr(level: int) -> None:
+    """Print our own messages of this level. Other packages' are theirs: some print what they pass on, too."""
+    logger = logging.getLogger("dynafed")
+    logger.setLevel(level)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
+def raise_on_interrupt(before: Any = signal.SIG_DFL) -> None:
+    """From now on, Ctrl-C raises KeyboardInterrupt. Before, it ended the process: see `dynafed.__main__`."""
+    if signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def progress_bar(title: str = "") -> Iterator[ProgressBar]:
+    """A progress bar, shown at once; what takes seconds to import is imported under it."""
+    from dynafed.terminal import ProgressBar
+
+    bar = ProgressBar(title, err)
+
+    def end_at_once(*_: object) -> None:
+        bar.pause()
+        print("dynafed: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+
+    # Inside of an import, a KeyboardInterrupt may come out as any other error, or as none.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, end_at_once)
+    bar.on_stage("loading torch", 0, 0)
+    with bar:
+        importlib.import_module("dynafed.engine.compare")
+        raise_on_interrupt(end_at_once)
+        yield bar
 
 
 def add_command(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dynafed.cli.common import Commands, add_command, err, print_rows
+from dynafed.cli.common import Commands, add_command, err, print_rows, raise_on_interrupt
 from dynafed.errors import UserError
 
 
@@ -39,10 +39,11 @@ def _fetch(args: argparse.Namespace) -> None:
     from dynafed import data
     from dynafed.config import data_folder
 
+    raise_on_interrupt()
     folder = Path(args.data_dir) if args.data_dir else data_folder()
     if folder is None:
         raise UserError("data fetch needs a folder: --data-dir DIR, or the variable DYNAFED_DATA")
-    with Progress(console=err, transient=True) as bar:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
         def show(file: str, done: int, total: int | None) -> None:

@@ -20,6 +20,7 @@ from dynafed.cli.common import (
     out,
     parse_seeds,
     print_rows,
+    progress_bar,
 )
 from dynafed.errors import FolderBusy, Interrupted, RunFailed
 
@@ -52,25 +53,26 @@ def register(commands: Commands) -> None:
 
 
 def _reproduce(args: argparse.Namespace) -> None:
-    from dynafed.config import parse_override
-    from dynafed.reproduce.cells import plan
-    from dynafed.reproduce.paper import get_experiment
-    from dynafed.reproduce.records import read_records
-
     if LIST in args.names:
         _list(args)
         return
-    overrides = dict(parse_override(text) for text in args.set)
-    chosen: dict[str, Any] = {
-        "scale": args.scale,
-        "methods": args.methods.split(",") if args.methods else (),
-        "seeds": parse_seeds(args.seeds),
-        "only": args.only,
-        "overrides": overrides,
-        "execution": execution_overrides(args) | ({"callbacks": args.log} if args.log else {}),
-    }
-    wanted = [get_experiment(name) for name in dict.fromkeys(args.names)]
-    planned = {one.name: plan(one, Path(args.out), **chosen) for one in wanted}
+    with progress_bar("reproduce"):
+        from dynafed.config import parse_override
+        from dynafed.reproduce.cells import plan
+        from dynafed.reproduce.paper import get_experiment
+        from dynafed.reproduce.records import read_records
+
+        overrides = dict(parse_override(text) for text in args.set)
+        chosen: dict[str, Any] = {
+            "scale": args.scale,
+            "methods": args.methods.split(",") if args.methods else (),
+            "seeds": parse_seeds(args.seeds),
+            "only": args.only,
+            "overrides": overrides,
+            "execution": execution_overrides(args) | ({"callbacks": args.log} if args.log else {}),
+        }
+        wanted = [get_experiment(name) for name in dict.fromkeys(args.names)]
+        planned = {one.name: plan(one, Path(args.out), **chosen) for one in wanted}
     if args.dry_run:
         _show_plan([cell for cells in planned.values() for cell in cells], args, overrides)
         return
@@ -83,7 +85,6 @@ def _run(
     from dynafed.engine.grid import run_cells
     from dynafed.reproduce.cells import to_run
     from dynafed.reproduce.output import write_outputs
-    from dynafed.terminal import ProgressBar
 
     folder, command = Path(args.out), _command(args)
     cells = to_run([one for cells in planned.values() for one in cells if one.digest not in stored])
@@ -98,8 +99,8 @@ def _run(
     write()
     open_ones: dict[str, Exception] = {}
     try:
-        with ProgressBar("reproduce", err) as bar:
-            for cell, outcome in run_cells(cells, bar.titled, keep_going=True):
+        with progress_bar("reproduce"):
+            for cell, outcome in run_cells(cells, keep_going=True):
                 if not isinstance(outcome, dict):
                     open_ones[cell.title] = outcome
                 write()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from dynafed.cli.common import Commands, add_command, add_override_argument, err, out
+from dynafed.cli.common import Commands, add_command, add_override_argument, out, progress_bar
 from dynafed.errors import UserError
+
+if TYPE_CHECKING:
+    from dynafed.terminal import ProgressBar
 
 
 def register(commands: Commands) -> None:
@@ -26,12 +31,25 @@ def register(commands: Commands) -> None:
 
 
 def _synthesize(args: argparse.Namespace) -> None:
-    from rich.progress import Progress
+    with progress_bar() as bar:
+        summary, samples = _synthesized(args, bar)
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        out.print(
+            f"{samples} samples, matching loss {summary['matching_loss']:.3f}, inner rate {summary['inner_lr']:.3g}\n"
+            f"file: {args.out}",
+            highlight=False,
+        )
 
+
+def _synthesized(args: argparse.Namespace, bar: ProgressBar) -> tuple[dict[str, Any], int]:
+    """What was made, in numbers; the samples are in `args.out`."""
     from dynafed import models
     from dynafed.config import Config, parse_override
     from dynafed.engine.stopping import Stopped, StopSignal
     from dynafed.seeds import Seeds
+    from dynafed.stages import stage
     from dynafed.synthesis import DynaFedSettings, synthesize
 
     config = Config.load(None, dict(parse_override(text) for text in args.set) | {"model": args.model})
@@ -46,36 +64,30 @@ def _synthesize(args: argparse.Namespace) -> None:
     with Seeds(args.seed).torch_seeded("model"):
         model = models.build(config, shape, args.classes)
     losses: list[float] = []
-    with Progress(*Progress.get_default_columns(), "{task.fields[loss]}", console=err, transient=True) as bar:
-        task = bar.add_task("synthesis", total=None, loss="")
 
-        def on_iteration(iteration: int, loss: float, x: Any) -> None:
+    def recent_loss() -> float:
+        return fmean(losses[-20:]) if losses else math.nan
+
+    def on_iteration(iteration: int, loss: float, x: Any) -> None:
+        if iteration:
             losses.append(loss)
-            bar.update(task, loss=f"matching loss {sum(losses[-20:]) / len(losses[-20:]):.3f}")
+            bar.progress.run.title = f"matching loss {recent_loss():.3f}"
 
-        with StopSignal() as stop:
-            try:
-                made = synthesize(
-                    model,
-                    args.trajectory,
-                    shape,
-                    args.classes,
-                    config.section("dynafed", DynaFedSettings),
-                    args.seed,
-                    state_file=args.out.with_name(f".{args.out.name}.work"),
-                    check_stop=stop.check,
-                    progress=lambda what, done, total: bar.update(task, completed=done, total=total),
-                    on_iteration=on_iteration,
-                )
-            except Stopped:
-                raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
+    with StopSignal() as stop:
+        try:
+            made = synthesize(
+                model,
+                args.trajectory,
+                shape,
+                args.classes,
+                config.section("dynafed", DynaFedSettings),
+                args.seed,
+                state_file=args.out.with_name(f".{args.out.name}.work"),
+                check_stop=stop.check,
+                progress=stage,
+                on_iteration=on_iteration,
+            )
+        except Stopped:
+            raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
     made.save(args.out)
-    summary = {"file": str(args.out), "matching_loss": sum(losses[-20:]) / len(losses[-20:]), "inner_lr": made.inner_lr}
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        out.print(
-            f"{len(made.x)} samples, matching loss {summary['matching_loss']:.3f}, inner rate {made.inner_lr:.3g}\n"
-            f"file: {args.out}",
-            highlight=False,
-        )
+    return {"file": str(args.out), "matching_loss": recent_loss(), "inner_lr": made.inner_lr}, len(made.x)

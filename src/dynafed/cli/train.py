@@ -15,11 +15,11 @@ from dynafed.cli.common import (
     add_config_arguments,
     add_execution_arguments,
     add_override_argument,
-    err,
     execution_overrides,
     load_config,
     out,
     parse_seeds,
+    progress_bar,
     with_loggers,
 )
 from dynafed.errors import Interrupted
@@ -46,32 +46,29 @@ def register(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from dynafed.engine.run import run
-    from dynafed.terminal import ProgressBar
+    with progress_bar():
+        from dynafed.engine.run import run
 
-    config = load_config(args)
-    with ProgressBar(config.method, err) as bar:
-        result = run(config, out=args.out, callbacks=[bar])
+        result = run(load_config(args), out=args.out)
     _show(result, args.json)
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from dynafed.config import Config, parse_override
-    from dynafed.engine.run import resume
-    from dynafed.terminal import ProgressBar
+    with progress_bar():
+        from dynafed.config import Config, parse_override
+        from dynafed.engine.run import resume
 
-    changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
-    if args.log:
-        before = Config.load(Path(args.path) / "config.toml")
-        changes = {"callbacks": with_loggers(before, args.log)} | changes
-    with ProgressBar("resume", err) as bar:
-        result = resume(args.path, changes=changes, callbacks=[bar])
+        changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
+        if args.log:
+            before = Config.load(Path(args.path) / "config.toml")
+            changes = {"callbacks": with_loggers(before, args.log)} | changes
+        result = resume(args.path, changes=changes)
     _show(result, args.json)
 
 
 def _show(result: Result, as_json: bool) -> None:
+    from dynafed.progress import percent
     from dynafed.report.load import describe_attack, flatten
-    from dynafed.terminal import percent
 
     page = result.path / "report.html"
     if as_json:
@@ -91,20 +88,21 @@ def _show(result: Result, as_json: bool) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from dynafed.engine.compare import compare
-    from dynafed.report import write_report
-    from dynafed.terminal import ProgressBar, percent
+    from dynafed.progress import percent
 
-    config = load_config(args)
-    vary = dict(_varied(text) for text in args.vary)
     seeds = parse_seeds(args.seeds)
     folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
     try:
-        with ProgressBar("compare", err) as bar:
-            done = compare(config, args.methods.split(","), seeds, folder, vary=vary, callbacks=bar.titled)
+        with progress_bar():
+            from dynafed.engine.compare import compare
+            from dynafed.report import write_report
+
+            config = load_config(args)
+            vary = dict(_varied(text) for text in args.vary)
+            done = compare(config, args.methods.split(","), seeds, folder, vary=vary)
+            page = write_report([done.path], done.path / "report.html")
     except Interrupted:
         raise KeyboardInterrupt("interrupted; the same command goes on where it was") from None
-    page = write_report([done.path], done.path / "report.html")
     if args.json:
         print(json.dumps({"rows": done.rows, "path": str(done.path), "report": str(page)}))
         return

@@ -17,6 +17,7 @@ from dynafed.data.download import manual_instructions
 from dynafed.data.huggingface import load_hf
 from dynafed.data.spec import DATASETS, DatasetSpec, Format, check_name, get_spec
 from dynafed.errors import UserError
+from dynafed.stages import stage
 
 
 def find(spec: DatasetSpec, folder: Path | None) -> tuple[Path, Format] | None:
@@ -31,6 +32,7 @@ def find(spec: DatasetSpec, folder: Path | None) -> tuple[Path, Format] | None:
 def load(name: str, folder: Path | None = None) -> Dataset:
     """Read a dataset from `folder`, from where the system keeps it, or from the package itself."""
     check_name(name)
+    stage(f"loading {name}")
     if name.startswith("hf:"):
         return load_hf(name)
     if name == "custom":

@@ -18,6 +18,7 @@ from dynafed.data.partition import Partition, carve, make_partition, partition_f
 from dynafed.data.settings import DataSettings
 from dynafed.data.spec import NODES
 from dynafed.errors import UserError
+from dynafed.stages import stage
 
 if TYPE_CHECKING:
     from dynafed.config import Config
@@ -127,6 +128,7 @@ def _divided(
     config: Config, dataset: Dataset, clients: Sequence[Any] | None, seeds: Seeds, names: Sequence[str] = ()
 ) -> tuple[Config, SplitDataset]:
     """Who holds which rows of the training split: the clients, the server, the validation set."""
+    stage("dividing the data")
     labels = dataset.train_y.numpy()
     free = np.arange(len(labels))
     if clients is not None:

@@ -16,6 +16,7 @@ from dynafed.engine.federation import Federation
 from dynafed.messages import Broadcast, Update
 from dynafed.problem import BATCH
 from dynafed.registry import Registry
+from dynafed.stages import counted
 from dynafed.tree import Tree
 
 
@@ -74,7 +75,8 @@ def evaluate(federation: Federation, model: Tree) -> tuple[float, float]:
 
 def summed(federation: Federation, results: Iterable[tuple[int, float]]) -> tuple[float, float]:
     """Accuracy and mean loss from the results of all slices."""
-    correct, loss = (sum(parts) for parts in zip(*results, strict=True))
+    told = counted("evaluation", results, len(evaluation_slices(federation)))
+    correct, loss = (sum(parts) for parts in zip(*told, strict=True))
     return correct / federation.evaluation_size(), loss / federation.evaluation_size()
 
 

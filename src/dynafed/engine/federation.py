@@ -21,6 +21,7 @@ from dynafed.execution import ExecutionPlan
 from dynafed.methods import ClientView, Composition, ServerContext, ServerRuntime
 from dynafed.problem import Problem
 from dynafed.seeds import Seeds
+from dynafed.stages import stage
 from dynafed.tracing import StepTracer
 from dynafed.transforms import TransformChain
 from dynafed.tree import Tree
@@ -102,6 +103,7 @@ class Federation:
         model: models.Factory | None = None,
     ) -> Federation:
         """A federation on these samples: build the network, decide how to execute it."""
+        stage("building the network")
         schema = samples.schema
         composition = methods.compose(config)
         with seeds.torch_seeded("model"):

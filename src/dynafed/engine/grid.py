@@ -19,6 +19,7 @@ from dynafed.engine.run import resume, run
 from dynafed.engine.sharing import KeepFirstRounds, begins_alike, start_from
 from dynafed.engine.summary import read_summary
 from dynafed.errors import FolderBusy, RunFailed, UserError
+from dynafed.stages import next_run
 
 CellCallbacks = Callable[[str], Sequence[Callback]]
 """Gets a run's title and returns the callbacks that follow it."""
@@ -89,6 +90,7 @@ def _run_cell(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> di
 
 def _followed(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> list[Callback]:
     """The callbacks of a cell; if others begin like it, one that keeps their first rounds."""
+    next_run(cell.title, cells.index(cell) + 1, len(cells))
     needed = any(begins_alike(other.config, cell.config) for other in cells)
     return [*callbacks(cell.title), *([KeepFirstRounds()] if needed else [])]
 

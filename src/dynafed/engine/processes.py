@@ -12,7 +12,9 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +31,7 @@ from dynafed.engine.local import local_update
 from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
 from dynafed.messages import Broadcast, Update
+from dynafed.stages import counted
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
@@ -56,7 +59,7 @@ class ProcessBackend:
         keep_freed_memory()
         torch.set_num_threads(self.federation.config.threads)
         if self.count > 1:
-            self.workers = dict(_start_worker(self.federation) for _ in range(self.count))
+            self.workers = dict(_start_worker(self.federation) for _ in counted("starting workers", range(self.count)))
         log.info("%s", self.federation.execution)
         return self
 
@@ -217,9 +220,24 @@ def _start_worker(federation: Federation) -> tuple[Connection, tuple[BaseProcess
     ours, theirs = context.Pipe()
     buffer = SharedModelBuffer(federation.problem.initial_model(), slots=TASKS_AHEAD)
     process = context.Process(target=_work, args=(federation, theirs, buffer), daemon=True)
-    process.start()
+    with _interrupts_blocked() if method == "spawn" else nullcontext():
+        process.start()
     theirs.close()
     return ours, (process, buffer)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is spawned here never sees Ctrl-C: while it still imports, it would die with a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would unblock them when it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 _federation: Federation | None = None

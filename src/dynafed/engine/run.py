@@ -33,7 +33,9 @@ from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
 from dynafed.models import Factory
 from dynafed.report import write_report
+from dynafed.stages import counted, stage
 from dynafed.synthesis.quality import evidence_for
+from dynafed.terminal import with_progress
 from dynafed.tree import Tree
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class Result:
         return module.eval()
 
 
+@with_progress
 def run(
     config: Config,
     *,
@@ -88,6 +91,7 @@ def run(
     out: str | Path | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
+    progress: bool | None = None,
 ) -> Result:
     """Run federated learning as configured and leave the run's files in `out` (by default a new folder in `runs/`).
 
@@ -99,7 +103,8 @@ def run(
     can be any of these, too. `classes` (their number, or their labels in order), the `shape` of a sample and the
     `target` column needn't be found out if they are given.
     `callbacks` follow the run: `Callback` objects, or functions of a round's record. `backend` trains the clients, in
-    place of the one that the config names as `engine`.
+    place of the one that the config names as `engine`. In a terminal or a notebook, a bar shows how far it is:
+    `progress=False` silences it, `progress=True` prints a line every so often where there is neither.
     """
     federation = Federation.create(
         config,
@@ -126,6 +131,7 @@ def run(
         return _run_rounds(federation, path, state, [], told, chosen)
 
 
+@with_progress
 def resume(
     path: str | Path,
     *,
@@ -137,12 +143,13 @@ def resume(
     changes: dict[str, Any] | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
+    progress: bool | None = None,
 ) -> Result:
     """Continue a run from its last checkpoint; it ends with the same bits as if it had never stopped.
 
     What was given to `run` in Python must be given again. `changes` may set how it is executed (`engine`, `workers`,
     `device`, `data_dir`, `callbacks`, ...), and more `rounds`. With more rounds, a cosine schedule changes its
-    course, and what was the last round before stays evaluated.
+    course, and what was the last round before stays evaluated. `progress` is as for `run`.
     """
     path = Path(path)
     if not (path / "config.toml").is_file():
@@ -195,7 +202,8 @@ def _run_rounds(
     began = time.perf_counter()
     spent = sum(record["seconds"] for record in history)
     run = RunContext(path, config, state.round, state.final_model, history)
-    with backend, StopSignal() as stop:
+    # In this order: a worker that is just starting must not die of Ctrl-C.
+    with StopSignal() as stop, backend:
         runtime = ServerRuntime(
             folder=path,
             check_stop=stop.check,
@@ -230,6 +238,7 @@ def _run_rounds(
         raise UserError(f"the run was stopped before its first round: {run.stopped}")
     summary = summarize(federation, history, spent + time.perf_counter() - began, run.stopped)
     write_json(path / "summary.json", summary)
+    stage("writing the report")
     write_report([path])
     result = Result(path, federation, state, history, summary)
     callbacks.tell("on_run_end", run, result)
@@ -272,7 +281,8 @@ def one_round(
     record |= {"bytes_up": 0, "bytes_down": 0, "seconds_clients": 0.0}
     waiting = Stopwatch()
     if round_num == 1 and side.methods.sets_up:
-        server, counts = server_setup(side, state.server, waiting.time(backend.setup_clients()))
+        setups = counted("clients' set-up", backend.setup_clients(), federation.problem.clients)
+        server, counts = server_setup(side, state.server, waiting.time(setups))
         state = replace(state, server=server)
         record |= counts
     broadcast = server_broadcast(side, round_num, state.model, state.server)

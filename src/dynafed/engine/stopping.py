@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from dynafed.stages import stage
+
 
 class Stopped(Exception):
     """Raised by `StopSignal.check` after the run was asked to stop."""
@@ -41,4 +43,5 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
+            stage("stopping (Ctrl-C again: at once)")
             signal.signal(number, self.handlers_before.pop(signal.SIGINT, signal.default_int_handler))

@@ -147,7 +147,7 @@ def _serve(grid: Grid, context: Context) -> None:
         return FlowerBackend(federation, app_config, grid)
 
     out = Path(app_config.out).expanduser() if app_config.out else None
-    common: dict[str, Any] = {"callbacks": [_RoundLog()], "backend": backend}
+    common: dict[str, Any] = {"callbacks": [_RoundLog()], "backend": backend, "progress": False}
     try:
         if out and (out / "config.toml").exists():
             before, now = Config.load(out / "config.toml").to_dict(), config.to_dict()

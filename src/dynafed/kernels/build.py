@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynafed.config import cache_folder, compiler_name
+from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
 
@@ -85,6 +86,7 @@ def _compiled(compiler: str) -> Path:
             made = Path(work) / "kernels.so"
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
+            stage("compiling our kernels")
             command = [compiler, *FLAGS, "-o", made.name, *sources]
             subprocess.run(command, cwd=work, capture_output=True, timeout=TIMEOUT, check=True, text=True)
             made.chmod(0o700)

@@ -13,6 +13,7 @@ from torch import nn
 
 from dynafed import tree
 from dynafed.seeds import Seeds
+from dynafed.stages import stage
 from dynafed.synthesis.figures import SynthesisFigures
 from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.settings import DynaFedSettings
@@ -80,6 +81,7 @@ def synthesize_from_trajectory(
         return None, {}
     except UntrustedTrajectory as error:
         return None, _refused(str(error), round_num)
+    stage("measuring the synthesis")
     invariances = find_invariances(problem.module, problem.shape)
     segments = Segments(checkpoints, settings, problem.seeds, invariances if settings.distance == "quotient" else None)
     shares = mean_shares(invariances, segments)

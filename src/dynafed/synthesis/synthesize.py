@@ -22,6 +22,7 @@ from dynafed.engine.files import write_bytes
 from dynafed.errors import UserError
 from dynafed.execution import accelerate_synthesis, keep_freed_memory, synthesis_work
 from dynafed.seeds import Seeds
+from dynafed.stages import counted
 from dynafed.synthesis.augment import augment
 from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.matching import Augment, matching_gradient, reject_batch_norm
@@ -364,7 +365,7 @@ def find_inner_lr(
     gradient, when all labels are still uniform. So rates are tried from large to small.
     """
     device = next(model.parameters()).device
-    for lr in sorted(PILOT_RATES, reverse=True):
+    for lr in counted("inner rate", sorted(PILOT_RATES, reverse=True)):
         fixed = replace(config, inner_lr_rate=0.0, inner_rates="single")
         trial = SynthesisState(fixed, shape, classes, 0, segments.seeds, device, threads)
         trial.set_lr(lr)

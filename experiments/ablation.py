@@ -6,7 +6,8 @@
 writes experiments/results/ablation-<preset>.json, a row at a time. FedAvg runs for 40 rounds at the preset's protocol,
 seed 0 (the run is kept in runs/); D_syn is made from the first 20; then the global model of each of the rounds 21 to 40
 is fine-tuned once on D_syn. The accuracy is that on 5,000 validation samples carved from the training split, before
-and after. Rows that are there are not run again.
+and after. Rows that are there are not run again. All have the paper's distance and a single inner rate; for what these
+two change, see matching.py and whole_runs.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
 
 ROUNDS, RECORDED = 40, 20
+BASE = {"distance": "l2", "inner_rates": "single"}
 MLP: dict[str, dict[str, Any]] = {
     "as in the preset": {},
     "300 iterations": {"iterations": 300},
@@ -72,6 +74,11 @@ def trajectory(config: Config, folder: Path) -> list[Tree]:
     return [tree.unnest(tree.unpack(file.read_bytes()))["model"] for file in files]
 
 
+def mean(models: list[Tree]) -> Tree:
+    """The mean of several models."""
+    return tree.map_tensors(lambda *tensors: torch.stack(tensors).mean(dim=0), *models)
+
+
 def prepare(preset: str, kind: str) -> tuple[Federation, list[Tree], Path, dict[str, Any]]:
     """The federation, its FedAvg models on validation data, the file of the results, and those that are there."""
     validated = {"method": "fedavg", "validation_samples": 5000, "evaluate": "validation", "rounds": ROUNDS}
@@ -91,7 +98,7 @@ def main(preset: str) -> None:
     for name, changes in VARIANTS[preset].items():
         if name in rows:
             continue
-        settings = Config.load(preset, {f"dynafed.{k}": v for k, v in changes.items()}).section(
+        settings = Config.load(preset, {f"dynafed.{k}": v for k, v in (BASE | changes).items()}).section(
             "dynafed", DynaFedSettings
         )
         losses: list[float] = []

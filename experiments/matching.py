@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 import torch
-from ablation import RECORDED, prepare
+from ablation import RECORDED, mean, prepare
 
 from dynafed import Config, tree
 from dynafed.engine.backend import evaluate
@@ -47,11 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quotient, from 0.1": QUOTIENT | {"inner_lr": 0.1},
 }
 MEANS = {"1 to 20": (0, 20), "11 to 20": (10, 20), "16 to 20": (15, 20), "11 to 30": (10, 30), "21 to 40": (20, 40)}
-
-
-def mean(models: list[Tree]) -> Tree:
-    """The mean of several models."""
-    return tree.map_tensors(lambda *tensors: torch.stack(tensors).mean(dim=0), *models)
 
 
 def baselines(federation: Federation, models: list[Tree]) -> dict[str, Any]:

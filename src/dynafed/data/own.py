@@ -143,7 +143,7 @@ def own_clients(
     Shape, type and classes are those given. Without them, shape and type are those of the first client's samples, and
     all clients are read once for the classes. Those in memory are all looked at in any case.
     """
-    columns = Columns(given.target, given.columns, given.client)
+    columns = given.table_columns()
     first = read(sources[0], columns, client_title(0, names))
     sample = sample_tensor(first[0], client_title(0, names))
     layout = make_layout(sample.dtype, tuple(sample.shape[1:]), given, name, integers)

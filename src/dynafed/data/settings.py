@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynafed.settings import setting
+
+if TYPE_CHECKING:
+    from dynafed.data.readers import Columns
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class DataSettings:
     )
     mean: tuple[float, ...] = setting((), "subtracted: per channel of images (of values from 0 to 1), or per feature")
     std: tuple[float, ...] = setting((), "divided by, after that", above=0)
+
+    def table_columns(self) -> Columns:
+        """Which columns of a table are meant."""
+        from dynafed.data.readers import Columns
+
+        return Columns(self.target, self.columns, self.client)
 
     def given_classes(self) -> int | Sequence[Any] | None:
         """The number of classes or their labels, if the user says them; labels that are numbers as such."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flwr.app import Context
+
 from dynafed.config import EXECUTION_KEYS, Config, parse_override
 from dynafed.errors import UserError
 from dynafed.settings import build, nearest, setting
@@ -57,3 +59,22 @@ def read_config(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | 
         parse_override(f"{key}={value}") if isinstance(value, str) else (key, value) for key, value in changes.items()
     )
     return Config.load(read_app_config(run_config).config or None, changes | {"engine": "flower"})
+
+
+def node_partition(context: Context) -> tuple[int, int | None]:
+    """A node's partition, and of how many, if it knows."""
+    partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
+    if partition is None:
+        raise UserError("its --node-config needs partition-id=N")
+    if num_partitions is not None and not 0 <= partition < num_partitions:
+        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
+    return partition, num_partitions
+
+
+def _node_number(context: Context, key: str) -> int | None:
+    value = context.node_config.get(key)
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")

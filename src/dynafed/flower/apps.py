@@ -20,16 +20,19 @@ from flwr.serverapp import Grid, ServerApp
 
 from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.config import Config
+from dynafed.data.spec import NODES
 from dynafed.engine.federation import Federation
 from dynafed.engine.files import checksum
 from dynafed.engine.local import local_update
 from dynafed.engine.run import resume, run
 from dynafed.errors import Interrupted, UserError
 from dynafed.execution import keep_freed_memory
-from dynafed.flower import wire
-from dynafed.flower.app_config import read_app_config, read_config
+from dynafed.flower import own_data, wire
+from dynafed.flower.agreement import agreed_clients
+from dynafed.flower.app_config import AppConfig, node_partition, read_app_config, read_config
 from dynafed.flower.backend import FlowerBackend
 from dynafed.flower.client_store import NodeClientStore, StateLost
+from dynafed.flower.declaration import write_declaration
 
 log = logging.getLogger("flwr.dynafed")
 
@@ -54,44 +57,45 @@ def make_client_app(resolve: ResolveNode) -> ClientApp:
     app = ClientApp()
 
     def handler(handle: Callable[[NodeSide, Message, Context], RecordDict]) -> Callable[..., Message]:
-        """Replies with what `handle` returns, or with one line about why it can't."""
+        def resolved(message: Message, context: Context) -> RecordDict:
+            node = resolve(context, message.content)
+            torch.set_num_threads(node.federation.config.threads)
+            keep_freed_memory()
+            return handle(node, message, context)
 
-        def reply(message: Message, context: Context) -> Message:
-            try:
-                node = resolve(context, message.content)
-                torch.set_num_threads(node.federation.config.threads)
-                keep_freed_memory()
-                content = handle(node, message, context)
-            except (UserError, StateLost) as error:
-                log.error("%s", error)
-                content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
-            wire.copy_task(message.content, content)
-            return Message(content, reply_to=message)
-
-        return reply
+        return _replies(resolved)
 
     app.query()(handler(_node_info))
+    app.query("declare")(_replies(_declare))
     app.query("setup")(handler(_setup))
     app.train()(handler(_train))
     return app
 
 
+def _replies(handle: Callable[[Message, Context], RecordDict]) -> Callable[[Message, Context], Message]:
+    """Replies with what `handle` returns, or with one line about why it can't."""
+
+    def reply(message: Message, context: Context) -> Message:
+        try:
+            content = handle(message, context)
+        except (UserError, StateLost) as error:
+            log.error("%s", error)
+            content = wire.failure_reply(str(error), state_lost=isinstance(error, StateLost))
+        wire.copy_task(message.content, content)
+        return Message(content, reply_to=message)
+
+    return reply
+
+
+def _declare(message: Message, context: Context) -> RecordDict:
+    config, app_config = read_config(context.run_config, context.node_config), _app_config(context)
+    content = wire.node_info_reply(*node_partition(context))
+    content["declaration"] = write_declaration(own_data.node_declaration(config, app_config, context))
+    return content
+
+
 def _node_info(node: NodeSide, message: Message, context: Context) -> RecordDict:
-    partition, num_partitions = (_node_number(context, key) for key in ("partition-id", "num-partitions"))
-    if partition is None:
-        raise UserError("its --node-config needs partition-id=N")
-    if num_partitions is not None and not 0 <= partition < num_partitions:
-        raise UserError(f"its partition-id = {partition} is not below its num-partitions = {num_partitions}")
-    return wire.node_info_reply(partition, num_partitions, node.federation.fingerprint)
-
-
-def _node_number(context: Context, key: str) -> int | None:
-    value = context.node_config.get(key)
-    if value is None or type(value) is int:
-        return value
-    if isinstance(value, str) and value.strip().isdecimal():
-        return int(value)
-    raise UserError(f"{key} = {value!r} in its --node-config is not a whole number")
+    return wire.node_info_reply(*node_partition(context), node.federation.fingerprint)
 
 
 def _setup(node: NodeSide, message: Message, context: Context) -> RecordDict:
@@ -114,9 +118,17 @@ def _train(node: NodeSide, message: Message, context: Context) -> RecordDict:
 
 
 def _from_config(context: Context, content: RecordDict) -> NodeSide:
-    federation = _load(read_config(context.run_config, context.node_config).to_toml())
-    folder = read_app_config(context.run_config, context.node_config).client_state_folder
+    config, app_config = read_config(context.run_config, context.node_config), _app_config(context)
+    if config.dataset == NODES:
+        federation = own_data.node_federation(config, app_config, context, content)
+    else:
+        federation = _load(config.to_toml())
+    folder = app_config.client_state_folder
     return NodeSide(federation, folder / _run_key(federation) if folder else None)
+
+
+def _app_config(context: Context) -> AppConfig:
+    return read_app_config(context.run_config, context.node_config)
 
 
 @lru_cache(maxsize=1)
@@ -141,20 +153,27 @@ server_app = ServerApp()
 @server_app.main()
 def _serve(grid: Grid, context: Context) -> None:
     app_config, config = read_app_config(context.run_config), read_config(context.run_config)
+    out = Path(app_config.out).expanduser() if app_config.out else None
+    before = Config.load(out / "config.toml") if out and (out / "config.toml").exists() else None
+    given: dict[str, Any] = {}
+    refused: dict[int, str] = {}
+    if config.dataset == NODES:
+        config, given["clients"], refused = agreed_clients(config, app_config, grid, before)
 
     def backend(federation: Federation, path: Path) -> FlowerBackend:
         log.info("the run's files are in %s", path.absolute())
-        return FlowerBackend(federation, app_config, grid)
+        own = config.dataset == NODES
+        records = {own_data.AGREED: own_data.agreed_record(federation)} if own else {}
+        return FlowerBackend(federation, app_config, grid, records, refused)
 
-    out = Path(app_config.out).expanduser() if app_config.out else None
-    common: dict[str, Any] = {"callbacks": [_RoundLog()], "backend": backend, "progress": False}
+    given |= {"callbacks": [_RoundLog()], "backend": backend, "progress": False}
     try:
-        if out and (out / "config.toml").exists():
-            before, now = Config.load(out / "config.toml").to_dict(), config.to_dict()
-            changes = {key: value for key, value in now.items() if value != before.get(key)}
-            result = resume(out, changes=changes, **common)
+        if out and before:
+            earlier = before.to_dict()
+            changes = {key: value for key, value in config.to_dict().items() if value != earlier.get(key)}
+            result = resume(out, changes=changes, **given)
         else:
-            result = run(config, out=out, **common)
+            result = run(config, out=out, **given)
     except Interrupted as stopped:
         raise RuntimeError(str(stopped)) from None  # Flower reports errors, but not interrupts
     log.info("done: accuracy %.2f %% over the last rounds", 100 * result.final_accuracy)

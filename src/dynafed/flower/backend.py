@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from dynafed.engine.backend import evaluate
@@ -43,15 +43,25 @@ class FlowerBackend:
     holds_receipts: ClassVar[bool] = True
     """Whether clients keep their states, and the server has receipts."""
 
-    def __init__(self, federation: Federation, app_config: AppConfig, grid: Grid | None = None) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        app_config: AppConfig,
+        grid: Grid | None = None,
+        records: Mapping[str, ConfigRecord] | None = None,
+        refused: Mapping[int, str] | None = None,
+    ) -> None:
+        """Every request carries `records`, too; `refused` are nodes that can't take part, with the reasons."""
         self.federation = federation
         self.threads_before = torch.get_num_threads()
         self.app_config = app_config
         self._grid = grid
         self.link = Link(lambda: self.grid)
+        self.records = dict(records or {})
         self.nodes = NodeDirectory(
-            self.link, app_config, federation.config.clients, RecordDict, self._check_fingerprint
+            self.link, app_config, federation.config.clients, self._check_fingerprint, records=self.records
         )
+        self.nodes.rejected |= refused or {}
         self.failed_attempts = 0
 
     @property
@@ -120,6 +130,7 @@ class FlowerBackend:
         serving, sent = self.nodes.serving(), dict[int, tuple[int, str]]()
         for client, content in requests.items():
             wire.add_task(content, round_num, client)
+            content.update(self.records)
             if (node := serving.get(client % self.nodes.num_partitions)) is not None:
                 message_id = self.link.send(node, message_type, content, self.app_config.timeout, str(round_num))
                 sent |= {client: (node, message_id)} if message_id else {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from dynafed.errors import UserError, WorkerDied
 from dynafed.flower import wire
@@ -28,8 +28,8 @@ T = TypeVar("T")
 class NodeDirectory(Generic[T]):
     """The nodes that take part. Of several that claim a partition, the first one serves it until it leaves.
 
-    `query` makes what a new node is asked. `accept` reads what its answer says beside its partition, and raises
-    `UserError` with the reason if the node may not take part.
+    A new node is sent a message of `message_type` with `records`. `accept` reads what its answer says beside its
+    partition, and raises `UserError` with the reason if the node may not take part.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class NodeDirectory(Generic[T]):
         link: Link,
         app_config: AppConfig,
         clients: int,
-        query: Callable[[], RecordDict],
         accept: Callable[[RecordDict], T],
+        message_type: str = "query",
+        records: Mapping[str, ConfigRecord] | None = None,
     ) -> None:
-        self.link, self.app_config, self.query, self.accept = link, app_config, query, accept
+        self.link, self.app_config, self.accept = link, app_config, accept
+        self.message_type, self.records = message_type, dict(records or {})
         self.num_partitions = app_config.num_partitions or clients
         self.wanted = app_config.min_nodes or min(self.num_partitions, clients)
         """Nodes that must be there to begin."""
@@ -96,7 +98,9 @@ class NodeDirectory(Generic[T]):
                 del known[node]
         refused = self._refusals()
         for node in sorted(present.keys() - {*self.pending_queries, *self.partition_of, *self.rejected}):
-            if message_id := self.link.send(node, "query", self.query(), self.app_config.wait, "0"):
+            if message_id := self.link.send(
+                node, self.message_type, RecordDict(dict(self.records)), self.app_config.wait, "0"
+            ):
                 self.pending_queries[node] = message_id
         for node, message_id in list(self.pending_queries.items()):
             if (reply := self.link.pull_reply(node, message_id)) is None:

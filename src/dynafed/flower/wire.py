@@ -124,7 +124,7 @@ def failure_receipt(content: RecordDict) -> Tree:
     return receipt(LOST, EMPTY_CHECKSUM) if record is not None and record.get("state-lost") is True else {}
 
 
-def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str) -> RecordDict:
+def node_info_reply(partition: int, num_partitions: int | None, fingerprint: str = "") -> RecordDict:
     """What a node says about itself: its partition, of how many if it knows, and the checksum of data and network."""
     node: dict[str, int | str] = {"partition": partition, "fingerprint": fingerprint}
     if num_partitions is not None:

@@ -11,7 +11,6 @@ A callback can end the run with `run.stop(reason)`. One that raises ends it, too
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,15 +102,16 @@ class MetricsWriter(Callback):
 
     def on_run_begin(self, run: RunContext) -> None:
         """Write the rounds before a resume again: a line that was cut off by a crash goes."""
-        from dynafed.engine.files import write_bytes
+        from dynafed.engine.files import to_line, write_bytes
 
         self.file = run.path / "metrics.jsonl"
-        write_bytes(self.file, "".join(json.dumps(record) + "\n" for record in run.history).encode())
+        write_bytes(self.file, "".join(to_line(record) + "\n" for record in run.history).encode())
 
     def on_round_end(self, run: RunContext, record: Record) -> None:
         """Append a line."""
-        with self.file.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        from dynafed.engine.files import append_line, to_line
+
+        append_line(self.file, to_line(record))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ class RunFailed(RuntimeError):
     """A run can't go on; its state up to the last finished round is saved. The command line exits with 1."""
 
 
+class CantWrite(RunFailed):
+    """A run's file can't be written: the disk is full, say, or the folder read-only."""
+
+
 class WorkerDied(RunFailed):
     """A process that trains clients ended by itself; the run's state up to the last finished round is saved."""
 

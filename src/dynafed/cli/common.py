@@ -89,6 +89,11 @@ def add_override_argument(to: argparse.ArgumentParser, about: str) -> None:
     to.add_argument("-s", "--set", action="append", default=[], metavar="KEY=VALUE", help=about)
 
 
+def add_trust_argument(to: argparse.ArgumentParser) -> None:
+    """`--trust`, for a folder that may come from somebody else."""
+    to.add_argument("--trust", action="store_true", help="import and run what its config names as package.module:Name")
+
+
 def add_config_arguments(to: argparse.ArgumentParser) -> None:
     """Which config, with what changed, and where the files go; read by `load_config`."""
     to.add_argument("source", nargs="?", metavar="PRESET|FILE.toml", help="default: demo")

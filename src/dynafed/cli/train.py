@@ -15,6 +15,7 @@ from dynafed.cli.common import (
     add_config_arguments,
     add_execution_arguments,
     add_override_argument,
+    add_trust_argument,
     execution_overrides,
     load_config,
     out,
@@ -36,6 +37,7 @@ def register(commands: Commands) -> None:
     again = add_command(commands, "resume", _resume, "Continue a run that was stopped.")
     again.add_argument("path", metavar="DIR")
     add_override_argument(again, "more rounds=N, or a key of execution")
+    add_trust_argument(again)
     add_execution_arguments(again)
     many = add_command(commands, "compare", _compare, "Run several methods with several seeds; one table, one report.")
     add_config_arguments(many)
@@ -55,14 +57,15 @@ def _run(args: argparse.Namespace) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     with progress_bar():
-        from dynafed.config import Config, parse_override
+        from dynafed.config import parse_override
         from dynafed.engine.run import resume
+        from dynafed.engine.trust import load_run_config
 
         changes = dict(parse_override(text) for text in args.set) | execution_overrides(args)
         if args.log:
-            before = Config.load(Path(args.path) / "config.toml")
+            before = load_run_config(Path(args.path), args.trust)
             changes = {"callbacks": with_loggers(before, args.log)} | changes
-        result = resume(args.path, changes=changes)
+        result = resume(args.path, changes=changes, trust=args.trust)
     _show(result, args.json)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dynafed import tree
 from dynafed.engine.backend import Backend
 from dynafed.engine.client_store import ClientStore, Listing
 from dynafed.engine.federation import Federation
-from dynafed.engine.files import checksum, write_bytes
+from dynafed.engine.files import checksum, remove, write_folder
 from dynafed.errors import UserError
 from dynafed.tree import Tree
 
@@ -67,18 +66,14 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
     if state.served is not None:
         parts["served"] = state.served
     tensors = tree.pack(tree.nest(parts))
-    aside = final.with_name(f".{final.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    write_bytes(aside / "state.safetensors", tensors)
     text = json.dumps(body | {"tensors": checksum(tensors)})
-    write_bytes(aside / "state.json", json.dumps({"checksum": checksum(text.encode()), "state": text}).encode())
-    shutil.rmtree(final, ignore_errors=True)
-    aside.replace(final)
+    outer = json.dumps({"checksum": checksum(text.encode()), "state": text})
+    write_folder(final, {"state.safetensors": tensors, "state.json": outer.encode()})
     kept: list[Listing] = []
     for folder in _found(path):
         found = read_body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
         if found is None:
-            shutil.rmtree(folder)
+            remove(folder)
         else:
             kept.append(_listing(found))
     state.clients.prune(kept)

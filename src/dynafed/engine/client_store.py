@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dynafed import tree
-from dynafed.engine.files import checksum, write_bytes
+from dynafed.engine.files import checksum, remove, write_bytes
 from dynafed.tree import Tree
 
 Name = tuple[int, int]
@@ -79,7 +79,7 @@ class ClientStore:
         wanted = {self._file((client, made)) for listing in listings for client, (made, _) in listing.items()}
         for file in self.folder.glob("*/*"):
             if file not in wanted:
-                file.unlink()
+                remove(file)
 
     def _cache_state(self, name: Name, state: Tree) -> None:
         self.cache[name] = state

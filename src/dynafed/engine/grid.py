@@ -18,6 +18,7 @@ from dynafed.engine.files import checksum, lock_folder, make_folder
 from dynafed.engine.run import resume, run
 from dynafed.engine.sharing import KeepFirstRounds, begins_alike, start_from
 from dynafed.engine.summary import read_summary
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import FolderBusy, RunFailed, UserError
 from dynafed.stages import next_run
 
@@ -85,7 +86,7 @@ def _run_cell(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> di
             if not any((source / "config.toml").exists() and start_from(config, path, source) for source in sources):
                 return run(config, out=path, callbacks=_followed(cell, cells, callbacks)).summary
         changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION_KEYS - {"kernels"}}
-        return resume(path, changes=changes, callbacks=_followed(cell, cells, callbacks)).summary
+        return resume(path, changes=changes, callbacks=_followed(cell, cells, callbacks), trust=config).summary
 
 
 def _followed(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> list[Callback]:
@@ -96,7 +97,7 @@ def _followed(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> li
 
 
 def _check_same(path: Path, config: Config) -> None:
-    before, wanted = Config.load(path / "config.toml").deciding(), config.deciding()
+    before, wanted = load_run_config(path, config).deciding(), config.deciding()
     if before != wanted:
         key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
         raise UserError(f"{path} holds a run with another {key}: choose another --out")

@@ -24,10 +24,11 @@ from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS, Backend, BackendFactory
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.federation import Federation, sample_clients
-from dynafed.engine.files import lock_folder, make_folder, new_folder, resume_command, write_bytes, write_json
+from dynafed.engine.files import lock_folder, make_folder, new_folder, resume_command, to_line, write_bytes, write_json
 from dynafed.engine.server import RoundOutcome, server_broadcast, server_setup, server_update
 from dynafed.engine.stopping import Stopped, StopSignal
 from dynafed.engine.summary import class_distribution, read_metrics, summarize
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
@@ -143,6 +144,7 @@ def resume(
     changes: dict[str, Any] | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
+    trust: bool | Config = False,
     progress: bool | None = None,
 ) -> Result:
     """Continue a run from its last checkpoint; it ends with the same bits as if it had never stopped.
@@ -150,11 +152,12 @@ def resume(
     What was given to `run` in Python must be given again. `changes` may set how it is executed (`engine`, `workers`,
     `device`, `data_dir`, `callbacks`, ...), and more `rounds`. With more rounds, a cosine schedule changes its
     course, and what was the last round before stays evaluated. `progress` is as for `run`.
+
+    A folder whose config names parts such as `package.module:Name` may run anybody's code: it is refused unless `trust`
+    is True, or a config that names them, too.
     """
     path = Path(path)
-    if not (path / "config.toml").is_file():
-        raise UserError(f"{path} holds no run: it has no config.toml")
-    before = Config.load(path / "config.toml")
+    before = load_run_config(path, trust)
     config = before.replace(**(changes or {}))
     for key in changes or {}:
         if key != "rounds" and not config.is_execution(key):
@@ -217,7 +220,7 @@ def _run_rounds(
                 callbacks.tell("on_round_begin", run, state.round + 1)
                 on_result = partial(callbacks.tell, "on_client_result", run)
                 state, record = one_round(federation, state, backend, runtime, on_result)
-                history.append(json.loads(json.dumps(record)))
+                history.append(json.loads(to_line(record)))
                 run.round, run.model = state.round, state.final_model
                 callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:

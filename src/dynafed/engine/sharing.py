@@ -7,7 +7,6 @@ as from round 1.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,9 +20,10 @@ from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.federation import Federation
-from dynafed.engine.files import lock_folder, make_folder, write_bytes
+from dynafed.engine.files import lock_folder, make_folder, remove, to_line, write_bytes
 from dynafed.engine.run import begin_folder
 from dynafed.engine.summary import read_metrics
+from dynafed.engine.trust import load_run_config
 from dynafed.methods import ServerRuntime
 from dynafed.methods.average import AverageSettings
 from dynafed.synthesis.settings import DynaFedSettings
@@ -45,11 +45,11 @@ class KeepFirstRounds(Callback):
         if run.round > _window(run.config) or final.exists():
             return
         aside = final.with_name(f".{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         shutil.copytree(path, aside)
         aside.replace(final)
         for older in _kept(run.path)[1:]:
-            shutil.rmtree(older)
+            remove(older)
 
 
 def begins_alike(config: Config, source: Config) -> bool:
@@ -96,7 +96,7 @@ def start_from(config: Config, path: Path, source: Path) -> bool:
         norms = {part: medians[:rounds] for part, medians in norms.items()}
         checkpoint.save(path, federation, replace(state, norms=norms))
         records = history if state.served is not None else [_unserved(record) for record in history]
-        write_bytes(path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records).encode())
+        write_bytes(path / "metrics.jsonl", "".join(to_line(record) + "\n" for record in records).encode())
         begin_folder(path, federation)
     return True
 
@@ -116,7 +116,7 @@ def _first_rounds(federation: Federation, source: Path) -> tuple[Mapping[str, Tr
 
     Nothing if its data or kernels aren't the same. Norms that don't reach back to round 1 are left out.
     """
-    if Config.load(source / "config.toml").kernels != federation.config.kernels:
+    if load_run_config(source, federation.config).kernels != federation.config.kernels:
         return {}, {}
     for folder in _kept(source):
         body = checkpoint.read_body(folder)

@@ -25,6 +25,7 @@ from dynafed.engine.federation import Federation
 from dynafed.engine.files import checksum
 from dynafed.engine.local import local_update
 from dynafed.engine.run import resume, run
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import Interrupted, UserError
 from dynafed.execution import keep_freed_memory
 from dynafed.flower import own_data, wire
@@ -154,7 +155,7 @@ server_app = ServerApp()
 def _serve(grid: Grid, context: Context) -> None:
     app_config, config = read_app_config(context.run_config), read_config(context.run_config)
     out = Path(app_config.out).expanduser() if app_config.out else None
-    before = Config.load(out / "config.toml") if out and (out / "config.toml").exists() else None
+    before = load_run_config(out, config) if out and (out / "config.toml").exists() else None
     given: dict[str, Any] = {}
     refused: dict[int, str] = {}
     if config.dataset == NODES:
@@ -171,7 +172,7 @@ def _serve(grid: Grid, context: Context) -> None:
         if out and before:
             earlier = before.to_dict()
             changes = {key: value for key, value in config.to_dict().items() if value != earlier.get(key)}
-            result = resume(out, changes=changes, **given)
+            result = resume(out, changes=changes, trust=config, **given)
         else:
             result = run(config, out=out, **given)
     except Interrupted as stopped:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dynafed.engine.files import write_bytes
 from dynafed.errors import UserError
 from dynafed.report.comparison import compare_page
 from dynafed.report.load import find_runs, load_run
@@ -23,13 +24,16 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     `report.html`; left out, the page goes into the one folder given, or for several into the working directory.
     """
     runs = [load_run(path) for path in find_runs(paths)]
-    out = Path(out) if out is not None else Path(paths[0]) if len(paths) == 1 else Path()
+    out, named = (Path(paths[0]) if len(paths) == 1 else Path(), False) if out is None else (Path(out), True)
     if out.is_dir():
-        out = out / "report.html"
+        out, named = out / "report.html", False
     text = run_page(runs[0], out.parent) if len(runs) == 1 else compare_page(runs, out.parent)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, "utf-8")
+        if named:  # it may be a device, such as /dev/stdout
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text, "utf-8")
+        else:
+            write_bytes(out, text.encode())
     except OSError as error:
         raise UserError(f"can't write {out}: {error.strerror}") from None
     return out

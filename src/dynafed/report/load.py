@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynafed.engine.files import check_links
 from dynafed.errors import UserError
 
 DEPTH = 3
@@ -146,6 +147,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def load_run(path: Path) -> Run:
     """Read one run folder."""
+    check_links(path)
     notes: list[str] = []
     try:
         config = flatten(tomllib.loads((path / "config.toml").read_text("utf-8")))
@@ -188,7 +190,8 @@ def read_synthesis(folder: Path) -> dict[int, float]:
     file = folder / "synthesis.jsonl"
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            losses |= {int(number): float(loss) for number, loss in json.loads(line).items()}
+            found = json.loads(line).items()
+            losses |= {int(number): math.nan if loss is None else float(loss) for number, loss in found}
         except (ValueError, TypeError, AttributeError):
             continue
     return losses

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from dynafed.engine.files import SAMPLES_NOW, write_bytes
+from dynafed.engine.files import SAMPLES_NOW, append_line, to_line, write_bytes
 from dynafed.synthesis.synthetic import SyntheticData
 
 if TYPE_CHECKING:
@@ -35,20 +37,18 @@ class SynthesisFigures:
         self.log_file = folder / "synthesis.jsonl"
         self.losses: dict[int, float] = {}
         # A resumed synthesis continues the log of the interrupted one.
-        for line in self.log_file.read_text().splitlines() if self.log_file.exists() else ():
-            self.losses |= {int(number): loss for number, loss in json.loads(line).items()}
+        for line in self.log_file.read_bytes().splitlines() if self.log_file.exists() else ():
+            with suppress(ValueError, AttributeError):  # a line that was cut off by a crash
+                self.losses |= {int(number): loss for number, loss in json.loads(line).items()}
 
     def on_iteration(self, iteration: int, loss: float, x: Tensor) -> None:
         """Log an iteration's loss, and write the samples as an image if it is one of the snapshots."""
         self.losses[iteration] = loss
-        with self.log_file.open("a") as file:
-            file.write(json.dumps({iteration: loss}) + "\n")
+        append_line(self.log_file, to_line({iteration: loss}))
         if iteration in self.snapshots and x.ndim == 4:
             write_png(self.folder / f"synthetic-{iteration:06d}.png", x[:SHOWN], columns=10)
         if iteration % self.update_every == 0 and x.ndim == 4:
-            aside = self.folder / f".{SAMPLES_NOW}"
-            write_png(aside, x[:SHOWN], columns=10)
-            aside.replace(self.folder / SAMPLES_NOW)
+            write_png(self.folder / SAMPLES_NOW, x[:SHOWN], columns=10)
 
     def finish(
         self, synthetic: SyntheticData, quality: Quality | None, shares: Mapping[str, float], names: Sequence[str]
@@ -64,7 +64,7 @@ class SynthesisFigures:
             *(self._evidence(quality) if quality else ()),
         ]
         (self.folder / SAMPLES_NOW).unlink(missing_ok=True)
-        write_bytes(self.folder / "report.json", json.dumps(blocks).encode())
+        write_bytes(self.folder / "report.json", to_line(blocks).encode())
 
     def _loss_curve(self) -> list[dict[str, Any]]:
         numbers = sorted(number for number in self.losses if number)
@@ -183,5 +183,6 @@ def write_png(path: Path, x: Tensor, columns: int) -> None:
     grid = np.zeros((rows * columns, height, width, 3))
     grid[:count] = pixels[:, [0, 0, 0] if channels != 3 else [0, 1, 2]].transpose(0, 2, 3, 1)
     grid = grid.reshape(rows, columns, height, width, 3).swapaxes(1, 2).reshape(rows * height, columns * width, 3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.round(grid * 255).astype(np.uint8)).save(path)
+    png = io.BytesIO()
+    Image.fromarray(np.round(grid * 255).astype(np.uint8)).save(png, "png")
+    write_bytes(path, png.getvalue())

@@ -1,0 +1,198 @@
+"""Run folders from anybody: they destroy nothing outside, run nothing unasked, and a full disk loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problems import TEST, TRAIN, run_tiny, tiny
+
+import dynafed
+from dynafed import Config, RunFailed, UserError, tree
+from dynafed.cli import main
+from dynafed.engine import files
+from dynafed.engine.trust import imported_places, load_run_config
+from dynafed.report import write_report
+
+DATA: dict[str, Any] = {"train": TRAIN, "test": TEST}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has two of its rounds left."""
+    path = tmp_path_factory.mktemp("half") / "r"
+    run_tiny(path, method="scaffold", rounds=4)
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(text.replace("rounds = 4", "rounds = 6"))
+    return path
+
+
+@pytest.fixture
+def foreign(half: Path, tmp_path: Path) -> Path:
+    shutil.copytree(half, tmp_path / "r")
+    return tmp_path / "r"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A folder outside, with a file in it; both must stay as they are."""
+    (tmp_path / "victim" / "00").mkdir(parents=True)
+    file = tmp_path / "victim" / "00" / "precious"
+    file.write_text("mine")
+    yield file
+    assert file.read_text() == "mine"
+    assert [path.name for path in (tmp_path / "victim").rglob("*")] == ["00", "precious"]
+
+
+@pytest.mark.parametrize(
+    "name", ["clients", "checkpoint", ".lock", "metrics.jsonl", "synthesis.jsonl", "summary.json", "clients/00"]
+)
+def test_links_are_refused_before_anything_is_written(name: str, foreign: Path, victim: Path) -> None:
+    link = foreign / name
+    files.remove(link)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(victim.parents[1] if link.suffix == "" and name != ".lock" else victim)
+    with pytest.raises(UserError, match=f"{name} is a link, and may lead outside the run's folder"):
+        dynafed.resume(foreign, **DATA)
+    with pytest.raises(UserError, match="is a link"):
+        write_report([foreign])
+
+
+def test_a_report_and_a_temporary_file_replace_a_link(foreign: Path, victim: Path) -> None:
+    link = foreign / f".summary.json.{os.getpid()}"
+    link.symlink_to(victim)
+    files.write_json(foreign / "summary.json", {"a": float("nan")})
+    assert (foreign / "summary.json").read_text() == '{\n "a": null\n}\n'
+    (foreign / "log").symlink_to(victim)
+    with pytest.raises(RunFailed, match="can't write"):
+        files.append_line(foreign / "log", "more")
+
+
+def test_a_pipe_hangs_nobody(foreign: Path) -> None:
+    files.remove(foreign / "metrics.jsonl")
+    os.mkfifo(foreign / "metrics.jsonl")
+    with pytest.raises(UserError, match="is neither a file nor a folder"):
+        dynafed.resume(foreign, **DATA)
+
+
+@pytest.mark.parametrize("kind", ["file", "empty folder"])
+def test_what_lies_in_a_checkpoint_s_place_is_no_obstacle(kind: str, foreign: Path) -> None:
+    place = foreign / "checkpoint" / "round-000006"
+    place.write_text("no folder") if kind == "file" else place.mkdir()
+    resumed = dynafed.resume(foreign, **DATA)
+    assert (place / "state.safetensors").is_file()
+    assert len(resumed.history) == 6
+
+
+# Code
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "evil_module:make"},
+        {"method": "fedavg+evil_module:Step"},
+        {"callbacks": ["evil_module:Spy"]},
+        {"engine": "evil_module:Backend"},
+        {"update_transforms": ["evil_module:T"]},
+        {"dataset": "evil_module:load"},
+        {"partition": "evil_module:split"},
+    ],
+)
+def test_nothing_that_a_folder_names_is_imported_unasked(
+    changes: dict[str, Any], foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil_module.py").write_text("import pathlib; pathlib.Path('executed').touch()\nraise ImportError('x')")
+    import tomli_w
+
+    file = foreign / "config.toml"
+    file.write_text(tomli_w.dumps(Config.load(file).to_dict() | changes))
+    (place,) = imported_places(changes)
+    assert main(["resume", str(foreign)]) == 2
+    said = capsys.readouterr().err
+    assert f"would import and run {place}" in said
+    assert "add --trust" in said
+    write_report([foreign])
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_is_trusted_is_imported(tmp_path: Path) -> None:
+    config = tiny(callbacks=["dynafed.callbacks:Callback"])
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert load_run_config(tmp_path, trust=True) == config
+    assert load_run_config(tmp_path, trust=config) == config
+    with pytest.raises(UserError, match="would import and run dynafed"):
+        load_run_config(tmp_path, trust=tiny())
+    assert imported_places({"dataset": "hf:mnist", "method": "fedavg", "device": "cuda:0"}) == []
+
+
+# Faults of the disk
+
+
+class Faults:
+    """Lets the n-th of all operations that write fail, as a full disk does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
+        self.left, self.done, self.folder, self.code = -1, 0, str(folder), code
+        for name in ("open", "fsync", "replace", "mkdir"):
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), name))
+
+    def _wrapped(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(target: Any, *more: Any, **options: Any) -> Any:
+            writes = name != "open" or (more and more[0] & (os.O_WRONLY | os.O_RDWR))
+            if writes and (name == "fsync" or str(target).startswith(self.folder)):
+                self.done += 1
+                if 0 <= self.left < self.done:
+                    raise OSError(self.code, os.strerror(self.code))
+            return real(target, *more, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_full_disk_at_every_write_is_one_line_and_the_run_goes_on_with_the_same_bits(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_tiny(tmp_path / "whole", method="scaffold", rounds=3, checkpoint_every=1)
+    with monkeypatch.context() as patched:
+        faults = Faults(patched, tmp_path / "count", code)
+        run_tiny(tmp_path / "count", method="scaffold", rounds=3, checkpoint_every=1)
+        writes = faults.done
+    assert writes > 30
+    for number in range(0, writes, 7 if code == errno.ENOSPC else 23):
+        path = tmp_path / f"r{number}"
+        with monkeypatch.context() as patched:
+            faults = Faults(patched, path, code)
+            faults.left = number
+            with pytest.raises((RunFailed, UserError)) as raised:
+                run_tiny(path, method="scaffold", rounds=3, checkpoint_every=1)
+        assert os.strerror(code) in str(raised.value)
+        assert "\n" not in str(raised.value)
+        assert not [file for file in path.rglob(".*") if file.is_file() and file.name != ".lock"]
+        if (path / "config.toml").exists():
+            resumed = dynafed.resume(path, **DATA)
+            assert tree.digest(resumed.state.model) == tree.digest(whole.state.model)
+        else:
+            run_tiny(path, method="scaffold", rounds=1)
+
+
+# Strict JSON
+
+
+def test_no_file_holds_nan(tmp_path: Path) -> None:
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    result = run_tiny(tmp_path / "r", lr=1e30, optimizer="sgd", rounds=2, large_updates="accept", max_repeats=0)
+    for file in ("metrics.jsonl", "summary.json"):
+        for line in (tmp_path / "r" / file).read_text().split("\n}\n" if file == "summary.json" else "\n"):
+            if line.strip():
+                json.loads(line + ("}" if file == "summary.json" else ""), parse_constant=refuse)
+    assert len(result.history) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flower.nodes import Nodes
+from flower.nodes import backend_on_nodes
 from methods.by_hand import federation_for, sent
 from problems import TEST, TRAIN, run_tiny, tiny
 
@@ -17,11 +17,7 @@ from dynafed import Config, UserError, tree
 from dynafed.attacks import HUGE, KINDS, draw_attackers, with_trigger
 from dynafed.callbacks import Record, RunContext
 from dynafed.cli import main
-from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
-from dynafed.flower.app_config import AppConfig
-from dynafed.flower.apps import make_client_app
-from dynafed.flower.backend import FlowerBackend
 from dynafed.messages import Broadcast, Update
 from dynafed.seeds import Seeds
 from dynafed.tree import Tree
@@ -134,11 +130,6 @@ def test_without_a_section_nothing_changes(tmp_path: Path) -> None:
     assert plain.summary.keys() == off.summary.keys()
 
 
-def on_flower(federation: Federation, path: Path) -> FlowerBackend:
-    nodes = Nodes(make_client_app(lambda context: (federation, None)), 8)
-    return FlowerBackend(federation, AppConfig(wait=0.1, timeout=0.1, num_partitions=8), nodes)
-
-
 def stop_after_two(run: RunContext, record: Record) -> None:
     if record["round"] == 2:
         run.stop("enough")
@@ -150,7 +141,7 @@ def test_the_same_bits_on_flower_with_two_workers_and_after_a_resume(tmp_path: P
     once = run_tiny(tmp_path / "once", **changes)
     assert any(record["attackers"] for record in once.history)
     flower = dynafed.run(
-        tiny(**changes, engine="flower"), train=TRAIN, test=TEST, out=tmp_path / "flower", backend=on_flower
+        tiny(**changes, engine="flower"), train=TRAIN, test=TEST, out=tmp_path / "flower", backend=backend_on_nodes
     )
     assert tree.digest(flower.state.model) == tree.digest(once.state.model)
     if kind in ("gaussian", "little-is-enough"):

@@ -280,8 +280,9 @@ def engine_sections() -> dict[str, type[Any]]:
     """Sections that are no part's: a config has them only if it names them."""
     from dynafed.attacks import AttackSettings
     from dynafed.data import DataSettings
+    from dynafed.privacy.settings import DpSettings
 
-    return {"attack": AttackSettings, "data": DataSettings}
+    return {"attack": AttackSettings, "data": DataSettings, "dp": DpSettings}
 
 
 def installed_sections() -> dict[str, type[Any]]:

@@ -73,6 +73,8 @@ class RunProgress:
     """In all; 0 as long as the run is only being prepared."""
     round: int = 0
     accuracy: float | None = None
+    epsilon: float | None = None
+    """The privacy loss so far, of a run with differential privacy."""
     stage: Stage = field(default_factory=lambda: Stage("starting"))
     round_began: float = field(default_factory=lambda: time.monotonic())
     began: float = field(default_factory=lambda: time.monotonic())
@@ -124,6 +126,7 @@ class RunProgress:
         parts = [
             f"round {self.round} of {self.rounds}",
             *([f"accuracy {percent(self.accuracy)}"] if self.accuracy is not None else []),
+            *([f"epsilon {self.epsilon:.2f}"] if self.epsilon is not None else []),
             *([f"{clock(left)} left"] if left is not None else []),
         ]
         busy = f" ({self.stage})" if self.busy() else ""

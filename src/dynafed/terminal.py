@@ -108,7 +108,8 @@ def frame(progress: Progress) -> RenderableType:
     lines: list[RenderableType] = []
     if run.rounds:
         accuracy = f"  accuracy {percent(run.accuracy)}" if run.accuracy is not None else ""
-        words = f"round {run.round}/{run.rounds}{accuracy}{_time_left(run.left())}"
+        epsilon = f"  epsilon {run.epsilon:.2f}" if run.epsilon is not None else ""
+        words = f"round {run.round}/{run.rounds}{accuracy}{epsilon}{_time_left(run.left())}"
         lines.append(_bar(run.title, run.round, run.rounds, words))
     stage = run.stage
     if not run.round_seconds or run.busy():
@@ -222,6 +223,7 @@ class ProgressBar(Callback):
     def on_round_end(self, run: RunContext, record: Record) -> None:
         """Show a finished round."""
         self.progress.run.end_round(record["round"], record["seconds"], record.get("accuracy"))
+        self.progress.run.epsilon = record.get("epsilon")
 
     def on_run_end(self, run: RunContext, result: Any) -> None:
         """Leave a line for a run that is one of several."""

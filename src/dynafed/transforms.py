@@ -53,11 +53,14 @@ class TransformChain:
     @classmethod
     def of(cls, config: Config) -> TransformChain:
         """The chain that a config names."""
+        from dynafed.privacy import Clip, dp_settings
+
         kinds = [TRANSFORMS.load(name) for name in config.update_transforms]
         for name, kind in zip(config.update_transforms, kinds, strict=True):
             if not (isinstance(kind, type) and issubclass(kind, UpdateTransform)):
                 raise UserError(f"update_transforms = '{name}' is not a dynafed.transforms.UpdateTransform")
-        return cls([kind(config) for kind in kinds])
+        private = [Clip(config)] if dp_settings(config) else []
+        return cls([*private, *(kind(config) for kind in kinds)])
 
     def encode(self, update: Update, broadcast: Broadcast, seeds: Seeds) -> Update:
         """What the client sends."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+
+from dynafed.engine.federation import Federation
+from dynafed.flower.app_config import AppConfig
+from dynafed.flower.apps import NodeSide, make_client_app
+from dynafed.flower.backend import FlowerBackend
 
 QUICK: dict[str, Any] = {
     "dynafed.trajectory": 2,
@@ -25,6 +31,12 @@ QUICK: dict[str, Any] = {
 
 Tamper = Callable[[Message, Message], Message | None]
 """Is given a message and its reply, and may give another reply, or none."""
+
+
+def backend_on_nodes(federation: Federation, path: Path) -> FlowerBackend:
+    """A run's backend: eight nodes in this process."""
+    nodes = Nodes(make_client_app(lambda context, content: NodeSide(federation)), 8)
+    return FlowerBackend(federation, AppConfig(wait=0.1, timeout=0.1, num_partitions=8), nodes)
 
 
 class Nodes(Grid):

@@ -85,6 +85,7 @@ def _show(result: Result, as_json: bool) -> None:
         f"{summary['best_round']}, {summary['seconds']:.1f} s"
         + (f"\nstopped: {summary['stopped']}" if "stopped" in summary else "")
         + (f"\n{attack}" if attack else "")
+        + (f"\nprivacy: epsilon {summary['epsilon']:.3g}, delta {summary['delta']:g}" if "epsilon" in summary else "")
         + f"\nfiles:  {result.path}\nreport: {page}",
         highlight=False,
     )

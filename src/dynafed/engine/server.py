@@ -86,9 +86,12 @@ def server_update(
     large, everything stays as it was; then the largest update is named. `norms` is the outcome's of the round before.
     """
     context = side.context(broadcast.round, broadcast.model, runtime or ServerRuntime())
+    context = replace(context, sent=broadcast.extras)
     combiner = side.methods.combiner(context)
     config = side.config
-    guard = NormGuard(broadcast.model, norms, config.large_updates, config.max_update_norm, config.weighting)
+    private = side.methods.private  # then updates are clipped, and what is rejected must not depend on other clients
+    large = "accept" if private else config.large_updates
+    guard = NormGuard(broadcast.model, norms, large, config.max_update_norm, config.weighting)
     spec = side.methods.extras_spec(side.problem)
     extras: dict[str, Mean] = {}
     kept: list[Update] = []
@@ -136,11 +139,13 @@ def server_update(
     if reason := guard.check_step(combined.model):
         return unchanged(f"the average is no model ({reason}), and this update is the largest")
     model = combined.model
-    metrics: dict[str, Any] = {"train_loss": loss / examples, **combined.metrics}
+    metrics: dict[str, Any] = {} if private else {"train_loss": loss / examples}
+    metrics |= combined.metrics
     states, served = {}, None
     for step in side.methods.steps:
         means = combined.extras.get(step.name) or (extras[step.name].mean() if step.name in extras else {})
         seen = replace(context, average=combined.model, extras=means, participants=len(accepted), updates=kept)
+        seen = replace(seen, combined=combined.metrics)
         output = step.server_step(model, dict(server.get(step.name, {})), seen)
         if not isinstance(output, ServerOutput):
             raise UserError(f"{step.name}'s server_step must return a ServerOutput, not a {type(output).__name__}")

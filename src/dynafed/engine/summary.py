@@ -20,6 +20,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from dynafed.config import Config
     from dynafed.engine.federation import Federation
 
 FINAL_ROUNDS = 5
@@ -49,6 +50,7 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
         "rounds": len(history),
         **({"stopped": stopped} if stopped else {}),
         **({"attack": federation.attack.summary()} if federation.attack else {}),
+        **_privacy(config, history),
         "parameters": sum(problem.model.get_parameter(name).numel() for name in problem.trainable),
         "bytes_up": sum(record.get("bytes_up", 0) + record.get("bytes_enrolment", 0) for record in history),
         "bytes_down": sum(record["bytes_down"] for record in history),
@@ -61,6 +63,16 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
             "numpy": np.__version__,
         },
     }
+
+
+def _privacy(config: Config, history: list[Record]) -> dict[str, Any]:
+    """The privacy loss of the rounds so far, if the run has differential privacy."""
+    from dynafed.privacy import dp_settings
+
+    chosen = dp_settings(config)
+    if chosen is None:
+        return {}
+    return {"epsilon": next((r["epsilon"] for r in reversed(history) if "epsilon" in r), 0.0), "delta": chosen.delta}
 
 
 def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any]:

@@ -72,6 +72,11 @@ class Composition:
         return own[0] if own else Mean(self.steps[0].config.weighting)
 
     @property
+    def private(self) -> bool:
+        """Whether the average has noise, so that what it is made of must stay unknown."""
+        return self.steps[0].name == "dp"
+
+    @property
     def keeps_updates(self) -> bool:
         """Whether any server step must see all the clients' models at once; a combiner sees them one by one."""
         return any(step.needs.client_models and type(step).overrides("server_step") for step in self.steps)
@@ -112,9 +117,12 @@ def section_types(kinds: Sequence[type[Method]]) -> dict[str, type[Any]]:
 
 def compose(config: Config) -> Composition:
     """Put the config's methods together, or say why they don't fit."""
-    steps = [kind(config) for kind in load(config.method)]
+    from dynafed.privacy import PrivateAverage
+
+    steps: list[Method] = [kind(config) for kind in load(config.method)]
     clients = [step for step in steps if type(step).has_client_half()] or steps[:1]
-    averages = [step.name for step in steps if type(step).overrides("combiner")]
+    private = [step for step in (PrivateAverage.of(config),) if step]
+    averages = [step.name for step in (*private, *steps) if type(step).overrides("combiner")]
     for role, found in (
         ("have a loss of their own", [step.name for step in clients if step.changes_loss()]),
         ("need a set-up of the clients", [step.name for step in clients if type(step).overrides("setup_client")]),
@@ -122,11 +130,11 @@ def compose(config: Config) -> Composition:
     ):
         if len(found) > 1:
             raise UserError(f"method = '{config.method}': {' and '.join(found)} both {role}; take one of them")
-    for step in steps:
+    for step in (*private, *steps):
         if step.name in averages and step.ignores_weighting and config.weighting != "uniform":
             raise UserError(f"{step.name} has weights of its own: set weighting = 'uniform', not '{config.weighting}'")
         if step.needs.server_data and not config.server_samples:
             raise UserError(f"{step.name} needs {step.needs.server_data} server data: set server_samples, say to 1000")
         if reason := step.incompatibility([other for other in steps if other is not step]):
             raise UserError(f"method = '{config.method}': {reason}")
-    return Composition(steps, clients)
+    return Composition([*private, *steps], clients)

@@ -136,6 +136,10 @@ class ServerContext:
     """Accepted updates in this round."""
     updates: Sequence[Update] = ()
     """Every accepted update, if the method needs client models; else empty."""
+    sent: Mapping[str, Tree] = field(default_factory=dict)
+    """What went down to the clients beside the model, by method."""
+    combined: Mapping[str, float] = field(default_factory=dict)
+    """What the combiner said beside the average; empty while updates are still being combined."""
 
     @property
     def samples(self) -> tuple[Tensor, Tensor]:
@@ -189,8 +193,8 @@ class Method:
     ignores_weighting: ClassVar[bool] = True
     """For methods with a `combiner`: whether it has weights of its own, so that `weighting` would have no effect."""
 
-    def __init_subclass__(cls) -> None:
-        if vars(cls).get("name"):
+    def __init_subclass__(cls, register: bool = True) -> None:
+        if register and vars(cls).get("name"):
             METHODS.add(cls.name, cls)
 
     def __init__(self, config: Config) -> None:

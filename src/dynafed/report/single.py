@@ -136,6 +136,9 @@ def _tiles(run: Run) -> str:
     if gains:
         gain = 100 * sum(gains) / len(gains)
         tiles.append(("Refinement adds", f"{gain:+.2f}".replace("-", "−"), f"points, over the last {len(gains)}"))
+    if epsilon := run.values("epsilon"):
+        delta = number(run.config.get("dp.delta"))
+        tiles.append(("Privacy loss", f"ε{THIN}={THIN}{epsilon[-1]:.3g}", f"for each client, δ{THIN}={THIN}{delta}"))
     up, down = (summary.get(key) or run.total(key) for key in ("bytes_up", "bytes_down"))
     if up or down:
         tiles.append(("Traffic", size((up or 0) + (down or 0)), f"{size(up)} up, {size(down)} down"))

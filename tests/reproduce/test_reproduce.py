@@ -105,7 +105,7 @@ def test_missing_data_leave_cells_open_and_say_why(tmp_path: Path) -> None:
     sampled = plan(experiment, tmp_path, methods=["fedavg"], execution={"data_dir": str(tmp_path)})
     assert "packed sample of 2,000" in sampled[-1].missing
     records = write_outputs(experiment, sampled, tmp_path, "cpu")
-    assert records[-1]["state"].startswith("no data")
+    assert records[-1]["state"] == "no data"
     page = (tmp_path / "table5.html").read_text()
     assert "packed sample of 2,000" in page
     assert "189.3 ± 10.5" in page
@@ -118,6 +118,8 @@ def test_a_smoke_test_leaves_the_page_and_the_lines_and_is_not_run_twice(
     arguments += ["--only", "MLP 0.01", "--only", "FashionMNIST 0.01", "-s", "model=mlp", "-s", "mlp.width=8"]
     assert main([*arguments, "--out", str(tmp_path / "a"), "--dry-run"]) == 0
     assert "nothing was run" in capsys.readouterr().out
+    assert main([*arguments, "--out", str(tmp_path / "a"), "--collect", "--json"]) == 0
+    assert [cell["state"] for cell in json.loads(capsys.readouterr().out)["cells"]] == ["not run"] * 4
     assert main([*arguments, "--out", str(tmp_path / "a")]) == 0
     shown = capsys.readouterr().out
     assert "table4.html" in shown

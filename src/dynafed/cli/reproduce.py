@@ -48,6 +48,9 @@ def register(commands: Commands) -> None:
     add_override_argument(again, "change a key in every cell; the page marks it")
     again.add_argument("--results", action="append", default=[], type=Path, metavar="FILE.jsonl", help="cells that ran")
     again.add_argument("--dry-run", action="store_true", help="show the cells, their folders and commands; run nothing")
+    again.add_argument(
+        "--collect", action="store_true", help="make the files from the runs that are there; run nothing"
+    )
     again.add_argument("--out", default="runs/reproduce", metavar="DIR", help="default: runs/reproduce")
     add_execution_arguments(again)
 
@@ -87,7 +90,8 @@ def _run(
     from dynafed.reproduce.output import write_outputs
 
     folder, command = Path(args.out), _command(args)
-    cells = to_run([one for cells in planned.values() for one in cells if one.digest not in stored])
+    left = [one for cells in planned.values() for one in cells if one.digest not in stored]
+    cells = [] if args.collect else to_run(left)
 
     def write() -> list[Record]:
         return [

@@ -102,5 +102,5 @@ def _notes(experiment: Experiment, records: Sequence[Record]) -> list[str]:
             "alone; the paper doesn't say how many it takes, nor the settings of the baselines. FedDF and FedBE have "
             "those of docs/methods.md."
         )
-    missing = dict.fromkeys(record["state"] for record in records if record["state"].startswith("no data"))
-    return [*notes, *(f"Cells left open, {reason}." for reason in missing)]
+    missing = dict.fromkeys(record["reason"] for record in records if "reason" in record)
+    return [*notes, *(f"Cells without data are left open: {reason}." for reason in missing)]

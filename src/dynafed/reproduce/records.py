@@ -38,6 +38,7 @@ def cell_record(name: str, scale: str, planned: PlannedCell, stored: Mapping[str
         "scale": scale,
         "digest": planned.digest,
         "state": _state(run, planned),
+        **({"reason": planned.missing} if planned.missing and not run else {}),
         **{key: run[key] for key in STORED if key in run},
         **_numbers(run.get("curve", []), "accuracy"),
         **_numbers(run.get("mean_curve", []), "mean_accuracy"),
@@ -116,4 +117,4 @@ def _state(run: Record, planned: PlannedCell) -> str:
         return "done"
     if run:
         return f"{run['rounds']} of {planned.cell.config.rounds} rounds"
-    return f"no data: {planned.missing}" if planned.missing else "not run"
+    return "no data" if planned.missing else "not run"

@@ -148,7 +148,14 @@ def _over_seeds(records: Sequence[Record], read: Callable[[Record], float | None
 
 def _state(records: Sequence[Record], column: Column) -> str:
     """What to say about runs that aren't done, or that never reach the target."""
-    open_ones = list(dict.fromkeys(record["state"] for record in records if record["state"] != "done"))
+    seeds: dict[str, list[int]] = {}
+    for record in records:
+        if record["state"] != "done":
+            seeds.setdefault(record["state"], []).append(record["seed"])
+    open_ones = [
+        state if len(which) == len(records) else f"seed {join_limited(which)}: {state}"
+        for state, which in seeds.items()
+    ]
     missed = [
         record for record in records if column.target and record.get("done") and not record.get("rounds_to_target")
     ]

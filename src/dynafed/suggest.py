@@ -19,6 +19,7 @@ from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS, evaluate
 from dynafed.engine.federation import Federation, sample_clients
 from dynafed.engine.server import server_broadcast
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import UserError
 from dynafed.methods.fedavg import Mean
 from dynafed.optim import ADAMS
@@ -85,26 +86,29 @@ class Suggestion:
     """What was measured elsewhere that supports it."""
 
 
-def suggest(path: str | Path) -> tuple[Evidence, list[Suggestion]]:
-    """What the run in `path` tells, and what to try next; trains the clients of one more round, and changes nothing."""
+def suggest(path: str | Path, trust: bool = False) -> tuple[Evidence, list[Suggestion]]:
+    """What the run in `path` tells, and what to try next; trains the clients of one more round, and changes nothing.
+
+    A folder whose config names parts such as `package.module:Name` is refused unless `trust` is True.
+    """
     path = Path(path)
     run = load_run(path) if (path / "config.toml").is_file() else None
     if run is None or not run.finished:
         raise UserError(f"{path} holds no finished run: suggest looks at one")
     if {*str(run.config["method"]).split("+")} - {"fedavg", "average"}:
         raise UserError(f"{path} is a run of {run.config['method']}: suggest looks at one of fedavg or fedavg+average")
-    evidence = gather(run)
+    evidence = gather(run, load_run_config(path, trust))
     return evidence, suggestions(evidence, path)
 
 
-def gather(run: Run) -> Evidence:
-    """The evidence of a finished run of FedAvg."""
+def gather(run: Run, config: Config) -> Evidence:
+    """The evidence of a finished run of FedAvg and its config."""
     raw = run.values("accuracy_raw") or run.values("accuracy")
     if len(raw) < FEWEST or run.partition is None:
         raise UserError(f"{run.path} has {len(raw)} evaluated rounds: at least {FEWEST} are needed")
     last, served = raw[-LAST:], run.values("accuracy")[-LAST:]
     skew = label_skew(run.partition)
-    federation, clients, average = one_more_round(run.path)
+    federation, clients, average = one_more_round(run.path, config)
     return Evidence(
         rounds=len(run.rounds),
         accuracy=statistics.fmean(last),
@@ -120,9 +124,8 @@ def gather(run: Run) -> Evidence:
     )
 
 
-def one_more_round(path: Path) -> tuple[Federation, list[Tree], Tree]:
+def one_more_round(path: Path, config: Config) -> tuple[Federation, list[Tree], Tree]:
     """The federation of a run, the models of some clients after one more round, and the average of all of them."""
-    config = Config.load(path / "config.toml")
     federation = Federation.create(config.replace(rounds=config.rounds + 1, callbacks=[]))
     backend = BACKENDS.load("local")(federation, path)
     state = checkpoint.load(path, federation, backend)

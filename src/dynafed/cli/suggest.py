@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from dynafed.cli.common import Commands, add_command, out
+from dynafed.cli.common import Commands, add_command, add_trust_argument, out
 
 
 def register(commands: Commands) -> None:
@@ -14,13 +14,14 @@ def register(commands: Commands) -> None:
     about = "Say what to try next, from the evidence of a finished run of FedAvg."
     suggest = add_command(commands, "suggest", _suggest, about)
     suggest.add_argument("path", metavar="RUN")
+    add_trust_argument(suggest)
     suggest.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _suggest(args: argparse.Namespace) -> None:
     from dynafed.suggest import suggest
 
-    seen, found = suggest(args.path)
+    seen, found = suggest(args.path, args.trust)
     if args.json:
         print(json.dumps({"evidence": asdict(seen) | {"drift": seen.drift}, "suggestions": [asdict(x) for x in found]}))
         return

@@ -13,6 +13,7 @@ from dynafed.config import Config
 from dynafed.data.loading import find
 from dynafed.data.spec import get_spec
 from dynafed.engine.grid import Cell, config_digest
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import UserError
 from dynafed.report.load import find_runs
 from dynafed.reproduce.paper import Column, Experiment
@@ -56,17 +57,23 @@ def plan(
 
     A run that is anywhere in `out` already, under whatever name, is a cell's if its config decides the same result.
     """
-    known = _known_runs(out)
-    found = []
-    for seed in seeds:
-        for column in _chosen(experiment, only):
-            for method in methods or experiment.methods:
-                config = cell_config(column.settings, method, seed, scale, {**(overrides or {}), **(execution or {})})
-                title = f"{column.name}, {method}, seed {seed}"
-                cell = _with_folder(title, config, out, known)
-                missing = missing_data(config, sample_will_do=scale == "smoke")
-                found.append(PlannedCell(column, base_method(method), cell, missing))
-    return found
+    changes = {**(overrides or {}), **(execution or {})}
+    wanted = [
+        (column, method, cell_config(column.settings, method, seed, scale, changes))
+        for seed in seeds
+        for column in _chosen(experiment, only)
+        for method in methods or experiment.methods
+    ]
+    known = _known_runs(out, trust=wanted[0][2])
+    return [
+        PlannedCell(
+            column,
+            base_method(method),
+            _with_folder(f"{column.name}, {method}, seed {config.seed}", config, out, known),
+            missing_data(config, sample_will_do=scale == "smoke"),
+        )
+        for column, method, config in wanted
+    ]
 
 
 def to_run(planned: Sequence[PlannedCell]) -> list[Cell]:
@@ -124,8 +131,11 @@ def _with_folder(title: str, config: Config, out: Path, known: Mapping[str, tupl
     return Cell(title, config, out / "runs" / re.sub(r"[:/]", "_", "-".join(parts)))
 
 
-def _known_runs(out: Path) -> dict[str, tuple[Path, str]]:
-    """The runs in a folder by the digest of their configs, finished ones first; each with its method as it is named."""
+def _known_runs(out: Path, trust: Config) -> dict[str, tuple[Path, str]]:
+    """The runs in a folder by the digest of their configs, finished ones first; each with its method as it is named.
+
+    Nothing is imported that `trust` doesn't name, too.
+    """
     try:
         folders = find_runs([out])
     except UserError:
@@ -133,8 +143,8 @@ def _known_runs(out: Path) -> dict[str, tuple[Path, str]]:
     known: dict[str, tuple[Path, str]] = {}
     for folder in sorted(folders, key=lambda folder: not (folder / "summary.json").exists()):
         try:
-            config = Config.load(folder / "config.toml")
-        except UserError:  # of another version, or of parts that aren't installed
+            config = load_run_config(folder, trust)
+        except UserError:  # of another version, or of parts that aren't installed or trusted
             continue
         known.setdefault(config_digest(config), (folder, config.method))
     return known

@@ -13,6 +13,7 @@ from dynafed.config import Config
 from dynafed.engine.files import write_bytes
 from dynafed.engine.grid import config_digest
 from dynafed.engine.summary import FINAL_ROUNDS, read_metrics, read_summary
+from dynafed.engine.trust import imported_places, load_run_config
 from dynafed.errors import UserError
 from dynafed.report.load import load_run
 from dynafed.reproduce.cells import PlannedCell
@@ -67,7 +68,9 @@ def read_records(files: Sequence[Path]) -> dict[str, Record]:
             raise UserError(f"{file} can't be read as JSON lines: {error}") from None
         for line in lines:
             if line.get("done"):
-                found[config_digest(Config.from_dict(line["config"]))] = line
+                # Nothing that a file from elsewhere names is imported for it.
+                foreign = imported_places(line["config"])
+                found[line["digest"] if foreign else config_digest(Config.from_dict(line["config"]))] = line
     return found
 
 
@@ -87,7 +90,7 @@ def _read_run(planned: PlannedCell) -> Record | None:
         "seconds": sum(record["seconds"] for record in rounds),
         "bytes_up": sum(record["bytes_up"] + record.get("bytes_enrolment", 0) for record in rounds),
         "bytes_down": sum(record["bytes_down"] for record in rounds),
-        "kernels": Config.load(path / "config.toml").kernels,
+        "kernels": load_run_config(path, planned.cell.config).kernels,
         **{key: summary[key] for key in ("peak_rss_mb", "versions") if key in summary},
     }
     if (synthesis := load_run(path).total("seconds_synthesis")) is not None:

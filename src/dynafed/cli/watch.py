@@ -8,7 +8,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from dynafed.cli.common import Commands, add_command, err, out
+from dynafed.cli.common import Commands, add_command, err, out, raise_on_interrupt
 
 
 def register(commands: Commands) -> None:
@@ -22,6 +22,7 @@ def register(commands: Commands) -> None:
 def _watch(args: argparse.Namespace) -> None:
     from dynafed.watch import WatchServer
 
+    raise_on_interrupt()
     paths = args.paths or [Path("runs")]
     with WatchServer(paths, args.port) as server:
         for path in paths:

@@ -115,6 +115,43 @@ def test_synthesize_from_checkpoints_alone(capsys: pytest.CaptureFixture[str]) -
     assert "--shape five" in capsys.readouterr().err
 
 
+def test_synthesize_from_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    keep = ["-s", "checkpoint_every=1", "-s", "keep_checkpoints=9", "-s", "rounds=4", "-s", "mlp.depth=0"]
+    assert main(["run", "demo", *FAST, *keep, "--out", "r"]) == 0
+    small = ["-s", "dynafed.segment=2", "-s", "dynafed.samples=6", "-s", "dynafed.iterations=3", "--out", "s"]
+    capsys.readouterr()
+    assert main(["synthesize", "--trajectory", "r", *small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["matching_loss"] > 0
+    with safetensors.safe_open("s", "pt") as made:
+        assert (made.get_slice("x").get_shape(), json.loads(made.metadata()["dynafed"])["checkpoints"]) == (
+            [6, 1, 8, 8],
+            4,
+        )
+    assert main(["synthesize", "--trajectory", "r/checkpoint", *small]) == 2
+    assert "synthesize needs --model" in capsys.readouterr().err
+    told = ["--model", "mlp", "-s", "mlp.depth=0", "--shape", "1,8,8", "--classes", "10", "--json"]
+    assert main(["synthesize", "--trajectory", "r/checkpoint", *told, *small]) == 0
+    assert json.loads(capsys.readouterr().out)["matching_loss"] > 0
+    for number in (1, 2, 3):
+        Path(f"r/checkpoint/round-00000{number}/state.safetensors").unlink()
+    assert main(["synthesize", "--trajectory", "r", *small]) == 2
+    assert "keep_checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("os:system", "the model factory failed"), ("builtins:print", "not a torch.nn.Module"), ("os:path", "a module")],
+)
+def test_synthesize_refuses_what_is_no_model(model: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _made("t/0.safetensors")
+    assert (
+        main(["synthesize", "--trajectory", "t", "--model", model, "--shape", "5", "--classes", "3", "--out", "s"]) == 2
+    )
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
 def _made(name: str) -> Path:
     path = Path(name)
     path.parent.mkdir(exist_ok=True)

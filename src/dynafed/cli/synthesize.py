@@ -13,16 +13,23 @@ from dynafed.cli.common import Commands, add_command, add_override_argument, out
 from dynafed.errors import UserError
 
 if TYPE_CHECKING:
+    from dynafed.config import Config
     from dynafed.terminal import ProgressBar
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
     alone = add_command(commands, "synthesize", _synthesize, "Synthesize samples from a folder of checkpoints alone.")
-    alone.add_argument("--trajectory", required=True, metavar="DIR", help="safetensors files, oldest first by name")
-    alone.add_argument("--model", required=True, metavar="NAME", help="convnet, mlp, ... or package.module:factory")
-    alone.add_argument("--shape", required=True, metavar="C,H,W", help="of one sample, such as 1,28,28")
-    alone.add_argument("--classes", required=True, type=int, metavar="N")
+    alone.add_argument(
+        "--trajectory",
+        required=True,
+        metavar="DIR",
+        type=Path,
+        help="safetensors files, oldest first by name; or a run's folder, which also tells model, shape and classes",
+    )
+    alone.add_argument("--model", metavar="NAME", help="convnet, mlp, ... or package.module:factory")
+    alone.add_argument("--shape", metavar="C,H,W", help="of one sample, such as 1,28,28")
+    alone.add_argument("--classes", type=int, metavar="N")
     alone.add_argument("--out", required=True, metavar="FILE", type=Path, help="synthetic.safetensors")
     alone.add_argument("--seed", type=int, default=0)
     add_override_argument(alone, "such as dynafed.samples=150, mlp.width=64")
@@ -46,23 +53,16 @@ def _synthesize(args: argparse.Namespace) -> None:
 def _synthesized(args: argparse.Namespace, bar: ProgressBar) -> tuple[dict[str, Any], int]:
     """What was made, in numbers; the samples are in `args.out`."""
     from dynafed import models
-    from dynafed.config import Config, parse_override
     from dynafed.engine.stopping import Stopped, StopSignal
     from dynafed.seeds import Seeds
     from dynafed.stages import stage
     from dynafed.synthesis import DynaFedSettings, synthesize
 
-    config = Config.load(None, dict(parse_override(text) for text in args.set) | {"model": args.model})
-    try:
-        shape = tuple(int(side) for side in args.shape.split(","))
-    except ValueError:
-        raise UserError(f"--shape {args.shape}: expected whole numbers such as 1,28,28") from None
-    if min(shape) < 1 or args.classes < 2:
-        raise UserError(f"--shape {args.shape} --classes {args.classes}: sides from 1, classes from 2")
+    config, shape, classes = _network(args)
     if not args.out.absolute().parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
     with Seeds(args.seed).torch_seeded("model"):
-        model = models.build(config, shape, args.classes)
+        model = models.build(config, shape, classes)
     losses: list[float] = []
 
     def recent_loss() -> float:
@@ -79,7 +79,7 @@ def _synthesized(args: argparse.Namespace, bar: ProgressBar) -> tuple[dict[str, 
                 model,
                 args.trajectory,
                 shape,
-                args.classes,
+                classes,
                 config.section("dynafed", DynaFedSettings),
                 args.seed,
                 state_file=args.out.with_name(f".{args.out.name}.work"),
@@ -91,3 +91,35 @@ def _synthesized(args: argparse.Namespace, bar: ProgressBar) -> tuple[dict[str, 
             raise KeyboardInterrupt("interrupted; the same command goes on from what was saved") from None
     made.save(args.out)
     return {"file": str(args.out), "matching_loss": recent_loss(), "inner_lr": made.inner_lr}, len(made.x)
+
+
+def _network(args: argparse.Namespace) -> tuple[Config, tuple[int, ...], int]:
+    """The config that names the network, the shape of a sample and the number of classes."""
+    from dynafed.config import Config, parse_override
+    from dynafed.data.spec import get_spec
+    from dynafed.report.load import read_partition
+
+    run = args.trajectory / "config.toml"
+    changes = dict(parse_override(text) for text in args.set) | ({"model": args.model} if args.model else {})
+    config = Config.load(run if run.is_file() else None, changes)
+    shape, classes = _parse_shape(args.shape) if args.shape else None, args.classes
+    if run.is_file():
+        spec, partition = get_spec(config.dataset), read_partition(args.trajectory)
+        shape = shape or (spec.shape if spec else None)
+        classes = classes or (partition.classes if partition else None)
+    missing = {"--model": args.model or run.is_file(), "--shape": shape, "--classes": classes}
+    for option, given in missing.items():
+        if not given:
+            raise UserError(f"{args.trajectory} doesn't tell it: synthesize needs {option}")
+    assert shape is not None
+    assert classes is not None
+    if min(shape) < 1 or classes < 2:
+        raise UserError(f"--shape {args.shape} --classes {args.classes}: sides from 1, classes from 2")
+    return config, shape, classes
+
+
+def _parse_shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(side) for side in text.split(","))
+    except ValueError:
+        raise UserError(f"--shape {text}: expected whole numbers such as 1,28,28") from None

@@ -83,7 +83,8 @@ def synthesize(
 ) -> SyntheticData:
     """Synthesize `config.samples` samples of this shape from a trajectory of checkpoints, oldest first.
 
-    The trajectory is a list of state dicts or a folder of safetensors files in the order of their names. With a
+    The trajectory is a list of state dicts, a folder of safetensors files in the order of their names, or the folder of
+    a run. With a
     `state_file`, the state is saved there and a later call with the same arguments resumes from it, with the same bits.
     `check_stop` is called before every iteration and may raise to interrupt; `progress` receives ("synthesis", done,
     total) and `on_iteration` (iteration, loss, x) after every iteration. `threads` process the samples (0: one per
@@ -133,14 +134,29 @@ def synthesize(
 
 
 def read_trajectory(folder: str | Path) -> list[Tree]:
-    """The checkpoints in a folder of safetensors files, in the order of their names."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if len(files) < 2:
-        raise UserError(f"{folder} holds {len(files)} safetensors files: a trajectory has at least two")
+    """The checkpoints in a folder of safetensors files, in the order of their names; or those of a run's folder."""
+    folder = Path(folder)
+    kept = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
+    states = sorted(kept.glob("round-*/state.safetensors"))
+    files = states or sorted(folder.glob("*.safetensors"))
     try:
-        return [safetensors.torch.load_file(file) for file in files]
+        found = [safetensors.torch.load_file(file) for file in files]
     except SafetensorError as error:
         raise UserError(f"{folder} holds a damaged file: {error}") from None
+    if states:
+        found = _models_of_a_run(found)
+    if len(found) < 2:
+        more = ": a run keeps more with -s checkpoint_every=1 -s keep_checkpoints=20" if states else ""
+        raise UserError(f"{folder} holds {len(found)} checkpoints, and a trajectory has at least two{more}")
+    return found
+
+
+def _models_of_a_run(states: Sequence[Tree]) -> list[Tree]:
+    """The global models of a run's checkpoints, or what DynaFed recorded in the last one if that is more."""
+    server = tree.unnest(tree.unnest(states[-1]).get("server", {}))
+    recorded = tree.unnest(tree.unnest(server.get("dynafed", {})).get("trajectory", {}))
+    models = [tree.unnest(state)["model"] for state in states]
+    return [recorded[number] for number in sorted(recorded)] if len(recorded) > len(models) else models
 
 
 class Segments:

@@ -17,7 +17,7 @@ from dynafed.callbacks import LOGGERS
 from dynafed.cli import main
 from dynafed.engine.summary import read_metrics
 from dynafed.loggers import MLflow, TensorBoard, WandB
-from dynafed.loggers.base import RunLogger, draw_partition
+from dynafed.loggers.base import RunLogger, draw_partition, run_name
 from dynafed.report.load import Partition
 
 QUICK = {"trajectory": 2, "segment": 1, "targets": [1], "samples": 4, "inner_steps": 1, "iterations": 3}
@@ -70,6 +70,7 @@ def test_tensorboard_has_curves_images_partition_config_and_table() -> None:
     assert "final_accuracy" in texts["summary"]
     assert events.Scalars("summary/final_accuracy")[0].value == pytest.approx(result.final_accuracy)
     assert "_hparams_/session_start_info" in events.summary_metadata
+    assert not [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2].isdecimal()]
 
 
 def leveldb_records(file: bytes, block: int = 32768) -> Iterator[bytes]:
@@ -211,3 +212,8 @@ def test_the_partition_is_drawn() -> None:
     pixels = {image.getpixel((8 + 7 * 5 + 2 + column * 18, 2 + row * 14)) for column, row in ((0, 0), (1, 1))}
     assert pixels == {(8, 69, 126)}
     assert image.getpixel((8 + 7 * 5 + 2, 16)) == (255, 255, 255)
+
+
+def test_a_run_of_a_comparison_is_named_by_its_method_too() -> None:
+    assert run_name(Path("runs/demo/dynafed/seed-0")) == "dynafed/seed-0"
+    assert run_name(Path("runs/20260101-demo")) == "20260101-demo"

@@ -54,7 +54,7 @@ class RunLogger(Callback):
         raise NotImplementedError
 
     def log_summary(self, summary: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Note a finished run's numbers, so that runs can be compared by them."""
+        """Note a finished run's numbers, and the keys that decided them, so that runs can be compared."""
         raise NotImplementedError
 
     def close(self, failed: bool) -> None:
@@ -93,7 +93,7 @@ class RunLogger(Callback):
         summary = flatten(result.summary)
         self.log_table("summary", ("what", "value"), [[key, str(value)] for key, value in summary.items()])
         numbers = {f"summary/{key}": value for key, value in _numbers(summary)}
-        self.log_summary(numbers, flatten(run.config.to_dict()))
+        self.log_summary(numbers, flatten(run.config.deciding()))
         self._close(failed=False)
 
     def on_failure(self, run: RunContext, error: BaseException) -> None:
@@ -126,6 +126,12 @@ class RunLogger(Callback):
                 self.log_image("synthesis/samples", image.convert("RGB"), iteration)
 
 
+def run_name(path: Path) -> str:
+    """What a run is called: its folder's name, with the folder above if that alone says which method it is."""
+    path = path.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
+
+
 def draw_partition(partition: Partition, names: Sequence[str]) -> Image:
     """Who holds which classes: a column for each client, a row for each class; the darker, the larger its share."""
     from PIL import Image, ImageDraw
@@ -146,13 +152,15 @@ def draw_partition(partition: Partition, names: Sequence[str]) -> Image:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record by name; of lists such as `clients`, the length."""
+    """The numbers of a record by name; of lists such as `clients`, the length. Those by segment or client stay out."""
     from dynafed.report.load import flatten
 
     for key, value in flatten(record).items():
         if key in ("clients", "dropped", "rejected") and isinstance(value, list):
             yield key, float(len(value))
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key != "round":
+        elif key == "round" or key.rpartition(".")[2].isdecimal() or isinstance(value, bool):
+            continue
+        elif isinstance(value, int | float):
             yield key.replace(".", "/"), float(value)
 
 

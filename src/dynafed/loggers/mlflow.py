@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynafed.callbacks import RunContext
 from dynafed.errors import UserError, first_line
-from dynafed.loggers.base import Rows, RunLogger
+from dynafed.loggers.base import Rows, RunLogger, run_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +47,7 @@ class MLflow(RunLogger):
         if before and self._resume(before):
             return before
         tags = {"dynafed.path": str(run.path.resolve())}
-        self.id = str(self.client.create_run(place, run_name=run.path.resolve().name, tags=tags).info.run_id)
+        self.id = str(self.client.create_run(place, run_name=run_name(run.path), tags=tags).info.run_id)
         self.client.log_batch(self.id, params=[Param(key, str(value)) for key, value in config.items()])
         return self.id
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynafed.callbacks import RunContext
 from dynafed.errors import UserError, first_line
-from dynafed.loggers.base import Rows, RunLogger
+from dynafed.loggers.base import Rows, RunLogger, run_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,8 +39,8 @@ class WandB(RunLogger):
 
         found = {
             "project": os.environ.get("WANDB_PROJECT") or "dynafed",
-            "name": run.path.resolve().name,
-            "dir": str(run.path),
+            "name": run_name(run.path),
+            "dir": str(run.path.resolve()),
             "config": dict(config),
             "settings": wandb.Settings(console="off"),
         }

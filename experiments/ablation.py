@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dynafed import Config, resume, run, tree
-from dynafed.engine.backend import evaluate
+from dynafed.engine.evaluation import evaluate
 from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.tree import Tree
@@ -93,7 +93,7 @@ def main(preset: str) -> None:
     """Run what is missing."""
     federation, path, file, rows = prepare(preset, "ablation")
     network, seeds = federation.problem.model, federation.problem.seeds
-    before = [evaluate(federation, model)[0] for model in path[RECORDED:]]
+    before = [evaluate(federation, model)["accuracy"] for model in path[RECORDED:]]
     made: dict[str, Any] = {}
     for name, changes in VARIANTS[preset].items():
         if name in rows:
@@ -116,7 +116,7 @@ def main(preset: str) -> None:
             made[key] = synthetic, statistics.fmean(losses[-50:])
         synthetic, loss = made[key]
         after = [
-            evaluate(federation, finetune(network, model, synthetic, settings, seeds, 1))[0]
+            evaluate(federation, finetune(network, model, synthetic, settings, seeds, 1))["accuracy"]
             for model in path[RECORDED:]
         ]
         rows[name] = {

@@ -23,7 +23,7 @@ import torch
 from ablation import RECORDED, mean, prepare
 
 from dynafed import Config, tree
-from dynafed.engine.backend import evaluate
+from dynafed.engine.evaluation import evaluate
 from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings, finetune, synthesize
 from dynafed.synthesis.invariances import find_invariances
@@ -53,11 +53,13 @@ def baselines(federation: Federation, models: list[Tree]) -> dict[str, Any]:
     """What needs no synthesis: accuracy of single models and of means, and the shares of the squared way."""
     trained = [name for name, parameter in federation.problem.model.named_parameters() if parameter.requires_grad]
     steps = [tree.only(tree.map_tensors(torch.sub, mean(models[n + 1 : n + 6]), models[n]), trained) for n in range(15)]
-    single = [evaluate(federation, model)[0] for model in models[RECORDED:]]
+    single = [evaluate(federation, model)["accuracy"] for model in models[RECORDED:]]
     return {
         "before": statistics.fmean(single),
         "before_std": statistics.stdev(single),
-        "means": {name: evaluate(federation, mean(models[first:last]))[0] for name, (first, last) in MEANS.items()},
+        "means": {
+            name: evaluate(federation, mean(models[first:last]))["accuracy"] for name, (first, last) in MEANS.items()
+        },
         "invariant_shares": _average(
             [find_invariances(federation.problem.model, federation.schema.shape).shares(step) for step in steps]
         ),
@@ -115,7 +117,7 @@ def main(preset: str, iterations: str = "0", *variants: str) -> None:
         )
         seconds = time.perf_counter() - began
         after = [
-            evaluate(federation, finetune(network, model, synthetic, settings, seeds, 1))[0]
+            evaluate(federation, finetune(network, model, synthetic, settings, seeds, 1))["accuracy"]
             for model in models[RECORDED:]
         ]
         by_segment = {

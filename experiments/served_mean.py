@@ -26,7 +26,7 @@ import torch
 from ablation import mean, trajectory
 
 from dynafed import Config
-from dynafed.engine.backend import evaluate
+from dynafed.engine.evaluation import evaluate
 from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings, SyntheticData, finetune, synthesize
 from dynafed.tree import Tree
@@ -94,7 +94,7 @@ class Study:
             model = models[number]
             if synthetic is not None:
                 model = finetune(problem.model, model, synthetic, settings, problem.seeds, number + 1)
-            found.append(evaluate(self.federation, model)[0])
+            found.append(evaluate(self.federation, model)["accuracy"])
         return statistics.fmean(found)
 
     def both(self, end: int, synthetic: SyntheticData | None, **changes: Any) -> dict[str, float]:
@@ -140,7 +140,7 @@ def cases(study: Study, known: dict[str, Any], wanted: tuple[str, ...]) -> Any:
         rounds = {"partition": "iid", "rounds": LENGTH}
         models = study.path("iid", study.load(rounds))
         synthetic, loss = study.synthesize(models, TENSOR)
-        accuracy = round(evaluate(study.federation, models[-1])[0], 5)
+        accuracy = round(evaluate(study.federation, models[-1])["accuracy"], 5)
         yield (
             "iid",
             {
@@ -152,7 +152,7 @@ def cases(study: Study, known: dict[str, Any], wanted: tuple[str, ...]) -> Any:
     if new("centralized"):
         epochs = study.load({"partition": "iid", "clients": 1, "participation": 1.0, "rounds": 10})
         models = study.path("centralized", epochs)
-        yield "centralized", {"10 epochs": round(evaluate(study.federation, models[-1])[0], 5)}
+        yield "centralized", {"10 epochs": round(evaluate(study.federation, models[-1])["accuracy"], 5)}
 
 
 def main(preset: str, seeds: str, *wanted: str) -> None:

@@ -72,6 +72,8 @@ class Attack:
         settings = attack_settings(config)
         if settings is None:
             return None
+        if settings.kind in ("label-flip", "backdoor") and problem.task.targets != "classes":
+            raise UserError(f"attack.kind = '{settings.kind}' needs classes, and loss = '{problem.task.loss}' has none")
         if settings.target >= problem.classes:
             raise UserError(f"attack.target = {settings.target} is no class: the last one is {problem.classes - 1}")
         return cls(settings, draw_attackers(settings.share, problem.clients, problem.seeds), problem, view)

@@ -38,11 +38,18 @@ class Config:
     min_samples: int = setting(1, "no client gets fewer; 0 allows empty clients", low=0)
     server_samples: int = setting(0, "kept by the server, carved from the training split before partitioning", low=0)
     validation_samples: int = setting(0, "carved from the training split for choosing settings", low=0)
-    evaluate: str = setting("test", "the split that accuracy is measured on", choices=("test", "validation"))
+    evaluate: str = setting(
+        "test",
+        "what accuracy is measured on: a split of the server's, or what each client holds out",
+        choices=("test", "validation", "clients"),
+    )
+    holdout: float = setting(0.2, "share that a client holds out, for evaluate = clients", above=0, high=0.9)
+    eval_clients: int = setting(1000, "so many clients at most, drawn once, for evaluate = clients (0: all)", low=0)
     eval_every: int = setting(1, "evaluate every so many rounds, and after the last", low=1)
     watch: tuple[int, ...] = setting(
         (), "clients whose loss is followed through local training, aggregation and refinement", low=0
     )
+    loss: str = setting("cross_entropy", "cross_entropy; bce for several labels at once; mse for numbers; or your own")
     target_accuracy: float = setting(0.0, "report the first round that reaches it (0: none)", low=0, high=1)
 
     model: str = setting("mlp", "convnet, mlp, resnet8, resnet18, or package.module:factory")
@@ -165,10 +172,11 @@ class Config:
         return config
 
     def check_names(self) -> None:
-        """Refuse names that no part has: dataset, partition, model, engine, callbacks, transforms."""
+        """Refuse names that no part has: dataset, partition, model, engine, callbacks, transforms, loss."""
         from dynafed import data, models
         from dynafed.callbacks import CALLBACKS
         from dynafed.engine.backend import BACKENDS
+        from dynafed.tasks import LOSSES
         from dynafed.transforms import TRANSFORMS
 
         data.check_name(self.dataset)
@@ -180,6 +188,8 @@ class Config:
             CALLBACKS.check(name)
         for name in self.update_transforms:
             TRANSFORMS.check(name)
+        if self.loss != "custom":
+            LOSSES.check(self.loss)
 
     def replace(self, **changes: Any) -> Config:
         """A checked copy with some keys changed; dotted keys go in a dict: `replace(**{"mlp.width": 64})`."""
@@ -267,7 +277,14 @@ EXECUTION_KEYS = frozenset(field.name for field in dataclasses.fields(Config) if
 """Keys that decide how a run is executed, not what it computes."""
 
 
-LATER_KEYS = {"update_transforms": [], "large_updates": "reject", "max_update_norm": 0.0}
+LATER_KEYS = {
+    "loss": "cross_entropy",
+    "holdout": 0.2,
+    "eval_clients": 1000,
+    "update_transforms": [],
+    "large_updates": "reject",
+    "max_update_norm": 0.0,
+}
 """Deciding keys that the first version didn't have, and the values that change nothing."""
 
 

@@ -82,7 +82,9 @@ def resolve(
     used = any(step.name == "dynafed" for step in methods.steps)
     synthesis = config.section("dynafed", DynaFedSettings) if used else None
     found = kernels.coverage(network)
-    fusable = found.mlp and methods.uses_fedavg_steps and config.optimizer in optim.ADAMS
+    fusable = (
+        found.mlp and methods.uses_fedavg_steps and config.optimizer in optim.ADAMS and config.loss == "cross_entropy"
+    )
     worth = _kernel_work(found, samples, synthesis_work(synthesis) if synthesis else 0) >= MIN_KERNEL_WORK
     wanted = (fusable or bool(found.channels)) and {"own": True, "torch": False, "auto": worth}[choice]
     accelerated = kernels.accelerate(network) if wanted else None

@@ -208,29 +208,31 @@ def from_factory(factory: Factory, shape: Shape, classes: int, name: str = "") -
 
 
 @torch.no_grad()
-def check(model: nn.Module, x: Tensor, classes: int) -> None:
-    """Refuse a network that doesn't turn this one sample into so many logits, or has nothing to train."""
+def check(model: nn.Module, x: Tensor, classes: int, kind: str = "classes") -> Tensor:
+    """Refuse a network that doesn't turn this one sample into so many outputs, or has nothing to train.
+
+    Returns the outputs.
+    """
     model.eval()
     try:
         logits = model(x)
     except Exception as error:  # it is the user's code: whatever it raises is what they need to know
-        kind = "" if x.is_floating_point() else " whole numbers,"
-        reason = first_line(error) + (
-            "; give it numbers as float32, or a network that takes whole numbers, such as an nn.Embedding"
-            if kind
-            else ""
-        )
-        raise UserError(f"the model can't take samples of{kind} shape {tuple(x.shape[1:])}: {reason}") from None
+        floats = x.is_floating_point()
+        hint = "" if floats else "; an nn.Embedding takes whole numbers, other layers want float32"
+        samples = f"{'samples' if floats else 'whole numbers'} of shape {tuple(x.shape[1:])}"
+        raise UserError(f"the model can't take {samples}: {first_line(error)}{hint}") from None
     got = tuple(getattr(logits, "shape", ()))
     if len(got) == 2 and got[0] == 1 and got[1] != classes:
         raise UserError(
-            f"the network has {got[1]} output{'s' * (got[1] != 1)} for a sample, but there are {classes} classes"
+            f"the network has {got[1]} output{'s' * (got[1] != 1)} for a sample, but there are {classes} {kind}"
         )
     if got != (1, classes):
-        kind = f"of shape {got}" if got else type(logits).__name__
-        raise UserError(f"the model's output for one sample must be a tensor of shape {(1, classes)}, not {kind}")
+        found = f"of shape {got}" if got else type(logits).__name__
+        raise UserError(f"the model's output for one sample must be a tensor of shape {(1, classes)}, not {found}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters")
+    outputs: Tensor = logits
+    return outputs
 
 
 def _norm(kind: str, channels: int) -> nn.Module:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed import tree
 from dynafed.seeds import Seeds
+from dynafed.tasks import CROSS_ENTROPY, Task
 from dynafed.tracing import StepTracer
 from dynafed.tree import Tree
 
@@ -23,7 +23,7 @@ BATCH = 1000
 
 @dataclass(frozen=True)
 class Problem:
-    """A classification problem and the network that learns it. Every function takes the weights as a tree."""
+    """What is to be learned and the network that learns it. Every function takes the weights as a tree."""
 
     shape: tuple[int, ...]
     """Of one sample."""
@@ -39,6 +39,8 @@ class Problem:
     """Where the arithmetic happens; messages and states stay on the CPU."""
     tracer: StepTracer = field(default_factory=lambda: StepTracer(on=False))
     """Traced training steps of this process."""
+    task: Task = CROSS_ENTROPY
+    """The loss, and what it is for."""
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:
@@ -94,6 +96,6 @@ class Problem:
         """The mean loss on some samples; the network's mode and buffers stay as they are."""
         training = self.network.training
         self.network.eval()
-        loss = F.cross_entropy(self.forward(weights, x), y)
+        loss = self.task.mean_loss(self.forward(weights, x), y)
         self.network.train(training)
         return float(loss)

@@ -13,9 +13,9 @@ SHORT = 1.0
 """Seconds into a round from which on its stages are shown."""
 
 
-def percent(share: float) -> str:
-    """A share as people read it."""
-    return f"{100 * share:.2f} %"
+def format_metric(metric: str, value: float) -> str:
+    """A metric's value as people read it: a share in percent."""
+    return f"{100 * value:.2f} %" if metric in ("accuracy", "f1") else f"{value:.4g}"
 
 
 def clock(seconds: float) -> str:
@@ -125,7 +125,7 @@ class RunProgress:
         left = self.left()
         parts = [
             f"round {self.round} of {self.rounds}",
-            *([f"accuracy {percent(self.accuracy)}"] if self.accuracy is not None else []),
+            *([f"accuracy {format_metric('accuracy', self.accuracy)}"] if self.accuracy is not None else []),
             *([f"epsilon {self.epsilon:.2f}"] if self.epsilon is not None else []),
             *([f"{clock(left)} left"] if left is not None else []),
         ]

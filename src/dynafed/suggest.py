@@ -16,7 +16,8 @@ from pathlib import Path
 
 from dynafed.config import Config
 from dynafed.engine import checkpoint
-from dynafed.engine.backend import BACKENDS, evaluate
+from dynafed.engine.backend import BACKENDS
+from dynafed.engine.evaluation import evaluate
 from dynafed.engine.federation import Federation, sample_clients
 from dynafed.engine.server import server_broadcast
 from dynafed.engine.trust import load_run_config
@@ -116,8 +117,8 @@ def gather(run: Run, config: Config) -> Evidence:
         mean_gain=statistics.fmean(served) - statistics.fmean(last) if run.values("accuracy_raw") else None,
         classes_per_client=skew["classes"],
         classes_if_even=int(skew["even"]),
-        client_accuracy=statistics.fmean(evaluate(federation, model)[0] for model in clients),
-        average_accuracy=evaluate(federation, average)[0],
+        client_accuracy=statistics.fmean(evaluate(federation, model)["accuracy"] for model in clients),
+        average_accuracy=evaluate(federation, average)["accuracy"],
         null_share=_null_share(federation, run.path),
         optimizer=federation.config.optimizer,
         rounds_for_dynafed=2 * federation.config.section("dynafed", DynaFedSettings).trajectory,

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from dynafed import stages
 from dynafed.callbacks import Callback, Record, RunContext
-from dynafed.progress import Progress, RunProgress, clock, percent
+from dynafed.progress import Progress, RunProgress, clock, format_metric
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,7 +107,7 @@ def frame(progress: Progress) -> RenderableType:
     run = progress.run
     lines: list[RenderableType] = []
     if run.rounds:
-        accuracy = f"  accuracy {percent(run.accuracy)}" if run.accuracy is not None else ""
+        accuracy = f"  accuracy {format_metric('accuracy', run.accuracy)}" if run.accuracy is not None else ""
         epsilon = f"  epsilon {run.epsilon:.2f}" if run.epsilon is not None else ""
         words = f"round {run.round}/{run.rounds}{accuracy}{epsilon}{_time_left(run.left())}"
         lines.append(_bar(run.title, run.round, run.rounds, words))
@@ -231,7 +231,9 @@ class ProgressBar(Callback):
         self.progress.run_seconds.append(spent)
         if self.progress.total > 1:
             title = f"{self.progress.number}/{self.progress.total} {self.progress.run.title}"
-            self.view.say(f"{title}: accuracy {percent(result.final_accuracy)}, {clock(spent)}")
+            metric = result.summary["metric"]
+            final = format_metric(metric, result.summary[f"final_{metric}"])
+            self.view.say(f"{title}: {metric} {final}, {clock(spent)}")
 
 
 def with_progress(function: Callable[P, R]) -> Callable[P, R]:

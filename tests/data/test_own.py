@@ -226,7 +226,7 @@ def test_whole_numbers_stay_whole_numbers(dtype: Any, tmp_path: Path) -> None:
     assert arrays.client(0).x.dtype == torch.int64
     floats = Federation.create(tiny(), train=whole, test=whole)  # the built-in MLP takes no whole numbers
     assert floats.client(0).x.dtype == torch.float32
-    with pytest.raises(UserError, match=r"samples of whole numbers.*nn\.Embedding"):
+    with pytest.raises(UserError, match=r"take whole numbers of shape.*nn\.Embedding"):
         federation(tokens, test=tokens[0], model=network)
 
 

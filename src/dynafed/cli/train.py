@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def _resume(args: argparse.Namespace) -> None:
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from dynafed.progress import percent
+    from dynafed.progress import format_metric
     from dynafed.report.load import describe_attack, flatten
 
     page = result.path / "report.html"
@@ -79,9 +80,11 @@ def _show(result: Result, as_json: bool) -> None:
         return
     summary = result.summary
     attack = describe_attack(flatten(result.federation.config.to_dict()))
+    metric = summary["metric"]
+    named, show = "" if metric == "accuracy" else f"{metric} ", partial(format_metric, metric)
     out.print(
-        f"{summary['method']} on {summary['dataset']}: {percent(result.final_accuracy)} ± "
-        f"{percent(summary['final_std'])} over the last rounds, best {percent(summary['best'])} in round "
+        f"{summary['method']} on {summary['dataset']}: {named}{show(summary[f'final_{metric}'])} ± "
+        f"{show(summary['final_std'])} over the last rounds, best {show(summary['best'])} in round "
         f"{summary['best_round']}, {summary['seconds']:.1f} s"
         + (f"\nstopped: {summary['stopped']}" if "stopped" in summary else "")
         + (f"\n{attack}" if attack else "")
@@ -92,7 +95,7 @@ def _show(result: Result, as_json: bool) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    from dynafed.progress import percent
+    from dynafed.progress import format_metric
 
     seeds = parse_seeds(args.seeds)
     folder = Path(args.out or f"runs/compare-{Path(args.source or 'demo').stem}")
@@ -111,14 +114,16 @@ def _compare(args: argparse.Namespace) -> None:
         print(json.dumps({"rows": done.rows, "path": str(done.path), "report": str(page)}))
         return
     aimed = ("rounds to target",) if config.target_accuracy else ()
-    table = Table("method", *vary, "seeds", "final accuracy", "best", *aimed, "seconds")
+    metric = done.rows[0]["metric"]
+    table = Table("method", *vary, "seeds", f"final {metric}", "best", *aimed, "seconds")
     for row in done.rows:
         table.add_row(
             row["method"],
             *(str(row[key]) for key in vary),
             str(len(row["seeds"])),
-            percent(row["final_accuracy"]) + (f" ± {100 * row['std']:.2f}" if len(row["seeds"]) > 1 else ""),
-            percent(row["best"]),
+            format_metric(metric, row[f"final_{metric}"])
+            + (f" ± {format_metric(metric, row['std']).removesuffix(' %')}" if len(row["seeds"]) > 1 else ""),
+            format_metric(metric, row["best"]),
             *(["-" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.1f}"] if aimed else []),
             f"{row['seconds']:.1f}",
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynafed.data.schema import Schema, sample_tensor
-from dynafed.data.targets import Label, encode_labels, find_classes, label_array, settle_classes
+from dynafed.data.targets import Label, find_classes, label_array, number_targets, settle_classes
 from dynafed.errors import UserError
 
 READY_BYTES = 2**30
@@ -39,6 +39,9 @@ class Dataset:
     class_names: tuple[str, ...] = ()
     labels: tuple[Label, ...] = ()
     """The label of each class, as it was given; empty if they are 0, 1, 2, ..."""
+    targets: str = "classes"
+    """What is learned; with others than classes, y is float32 (N, classes), and `flat` if it was given as (N,)."""
+    flat: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +54,8 @@ class Dataset:
         dtype = self.train_x.dtype
         mean, std = (self.mean, self.std) if dtype == torch.uint8 else ((), ())
         names = self.class_names or tuple(str(label) for label in self.labels)
-        return Schema(self.name, self.shape, dtype, self.classes, mean, std, names, self.labels)
+        form = self.targets, self.targets != "classes" and self.flat
+        return Schema(self.name, self.shape, dtype, self.classes, mean, std, names, self.labels, *form)
 
     def with_floats(self) -> Dataset:
         """The same with whole numbers as float32, for networks that don't take them."""
@@ -76,11 +80,12 @@ def from_arrays(
     *,
     classes: int | Sequence[Any] | None = None,
     renumber: bool = True,
+    targets: str = "classes",
 ) -> Dataset:
     """The dataset of two `(x, y)` pairs of tensors or arrays, whose memory it may share; mean and std are measured.
 
     Labels are whole numbers or texts; `classes` says how many there are, or names them in order. Unless `renumber` is
-    False, texts and labels from 1 are numbered from 0.
+    False, texts and labels from 1 are numbered from 0. With other `targets` than classes, y is (N,) or (N, K).
     """
     (train_x, train_y), (test_x, test_y) = _pair("train", train), _pair("test", test)
     if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype != test_x.dtype:
@@ -89,18 +94,25 @@ def from_arrays(
             f"but a test sample {test_x.dtype} of shape {tuple(test_x.shape[1:])}: make them alike"
         )
     mean, std = measure(train_x)
-    found = train_y, test_y
-    number, labels = settle_classes(classes, found, "y") if renumber else find_classes(found, "y", renumber=False)
+    labels: tuple[Label, ...] = ()
+    if targets == "classes":
+        found = label_array(train_y, "train"), label_array(test_y, "test")
+        number, labels = settle_classes(classes, found, "y") if renumber else find_classes(found, "y", renumber=False)
+    else:
+        number = number_targets(train_y, None, targets, "train").shape[1]
+    layout = Schema(name, tuple(train_x.shape[1:]), train_x.dtype, number, labels=labels, targets=targets)
     return Dataset(
         name,
         train_x,
-        encode_labels(train_y, number, labels, "train y"),
+        layout.stored_y(train_y, len(train_x), "train"),
         test_x,
-        encode_labels(test_y, number, labels, "test y"),
+        layout.stored_y(test_y, len(test_x), "test"),
         number,
         mean,
         tuple(value or 1.0 for value in std),
         labels=labels,
+        targets=targets,
+        flat=np.ndim(train_y) == 1,
     )
 
 
@@ -117,12 +129,9 @@ def measure(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(variance.sqrt().tolist())
 
 
-def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, np.ndarray]:
+def _pair(split: str, pair: tuple[Any, Any]) -> tuple[Tensor, Any]:
     try:
         x, y = pair
     except (TypeError, ValueError) as error:
         raise UserError(f"{split} must be a pair (x, y) of arrays: {error}") from None
-    samples, labels = sample_tensor(x, split), label_array(y, split)
-    if len(labels) != len(samples):
-        raise UserError(f"{split} y has {len(labels)} labels for {len(samples)} samples: give one label for each")
-    return samples, labels
+    return sample_tensor(x, split), y

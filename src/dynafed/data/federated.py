@@ -43,7 +43,10 @@ class FederatedData(Protocol):
         """One client's samples, read when they are asked for; raises `UserError` if they can't be."""
 
     def class_counts(self, client: int) -> Sequence[int] | None:
-        """How many samples of each class a client has; None if that isn't known before they are read."""
+        """How many samples of each class a client has; None if that isn't known before they are read.
+
+        If there are no classes, one number: how many samples it has.
+        """
 
     def split(self, name: str) -> Samples | None:
         """The samples of "test", "validation" or "server" as they are stored; None if there are none."""
@@ -91,6 +94,8 @@ class SplitDataset:
 
     def class_counts(self, client: int) -> Sequence[int]:
         """How many samples of each class a client has."""
+        if self.dataset.targets != "classes":
+            return [self.client_size(client)]
         labels = self.dataset.train_y.numpy()[self.partition[client]]
         counts: list[int] = np.bincount(labels, minlength=self.dataset.classes).tolist()
         return counts

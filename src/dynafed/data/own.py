@@ -16,7 +16,7 @@ from dynafed.data.federated import CPU
 from dynafed.data.readers import Columns, Raw, is_lazy, read
 from dynafed.data.schema import Samples, Schema, sample_tensor
 from dynafed.data.settings import DataSettings
-from dynafed.data.targets import label_array, settle_classes
+from dynafed.data.targets import label_array, number_targets, settle_classes, target_kind
 from dynafed.errors import UserError
 
 MEAN_STD = 0.5
@@ -136,9 +136,10 @@ def own_clients(
     *,
     memory: int,
     integers: bool = True,
+    targets: str | None = "classes",
     name: str = "custom",
 ) -> OwnClients:
-    """The clients of these sources, and the server's `splits`.
+    """The clients of these sources, and the server's `splits`. Without `targets`, those of the first client decide.
 
     Shape, type and classes are those given. Without them, shape and type are those of the first client's samples, and
     all clients are read once for the classes. Those in memory are all looked at in any case.
@@ -147,15 +148,19 @@ def own_clients(
     first = read(sources[0], columns, client_title(0, names))
     sample = sample_tensor(first[0], client_title(0, names))
     layout = make_layout(sample.dtype, tuple(sample.shape[1:]), given, name, integers)
-    classes = given.given_classes()
-    scanned = len(sources) if classes is None or not any(map(is_lazy, sources)) else 1
+    kind = targets or target_kind(first[1])
+    if kind != "classes":
+        number = number_targets(first[1], None, kind, client_title(0, names)).shape[1]
+        layout = replace(layout, targets=kind, classes=number, flat=np.ndim(first[1]) == 1)
+    needs_all = kind == "classes" and given.given_classes() is None
+    scanned = len(sources) if needs_all or not any(map(is_lazy, sources)) else 1
     found = [_look(layout, client_title(0, names), first)]
     for client in range(1, scanned):
         where = client_title(client, names)
         found.append(_look(layout, where, read(sources[client], columns, where)))
     raw_splits = {split: read(source, columns, split) for split, source in splits.items()}
-    held = {split: _look(layout, split, raw) for split, raw in raw_splits.items()}
-    schema = add_classes(layout, given, [each.values for each in (*found, *held.values())])
+    held = [_look(layout, split, raw) for split, raw in raw_splits.items()]
+    schema = add_classes(layout, given, [each.values for each in (*found, *held)])
     stored = {split: schema.stored(*raw, split) for split, raw in raw_splits.items()}
     counts = {client: each.by_class(schema, client_title(client, names)) for client, each in enumerate(found)}
     return OwnClients(sources, names, schema, columns, stored, memory, counts)
@@ -184,27 +189,34 @@ def make_layout(
 
 
 def add_classes(layout: Schema, given: DataSettings, found: Sequence[np.ndarray]) -> Schema:
-    """The layout with its classes: as given, else those among the labels that were found."""
+    """The layout with its classes: as given, else those among the labels that were found; as it is without classes."""
+    if layout.targets != "classes":
+        return layout
     number, labels = settle_classes(given.given_classes(), found, "the clients' data")
     return replace(layout, classes=number, labels=labels, class_names=tuple(map(str, labels)))
 
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Which labels a client has, and how often."""
+    """Which labels a client has, and how often; without classes, no labels and one count."""
 
     values: np.ndarray
     counts: np.ndarray
 
     def by_class(self, schema: Schema, where: str) -> list[int]:
         """How many samples of each class there are."""
+        if schema.targets != "classes":
+            return self.counts.tolist()  # type: ignore[no-any-return]
         numbers = schema.stored_y(self.values, len(self.values), where)
         return torch.bincount(numbers, torch.from_numpy(self.counts), schema.classes).long().tolist()
 
 
 def _look(layout: Schema, where: str, raw: Raw) -> LabelCounts:
     """Check one client's samples; returns which labels they have."""
-    x, labels = layout.stored_x(raw[0], where), label_array(raw[1], where)
+    x = layout.stored_x(raw[0], where)
+    if layout.targets != "classes":
+        return LabelCounts(np.empty(0), np.array([len(layout.stored_y(raw[1], len(x), where))]))
+    labels = label_array(raw[1], where)
     if len(labels) != len(x):
         raise UserError(f"{where} has {len(labels)} labels for {len(x)} samples: give one label for each")
     return LabelCounts(*np.unique(labels, return_counts=True))

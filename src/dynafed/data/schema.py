@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynafed.data.targets import Label, decode_labels, encode_labels, label_array
+from dynafed.data.targets import Label, decode_labels, encode_labels, label_array, number_targets
 from dynafed.errors import UserError
 
 Samples = tuple[Tensor, Tensor]
@@ -32,11 +32,16 @@ class Schema:
     dtype: torch.dtype
     """As the samples are stored: uint8, which is normalized, float32, or int64, which stays as it is."""
     classes: int
+    """Or how many labels or numbers: a network has so many outputs."""
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     class_names: tuple[str, ...] = ()
     labels: tuple[Label, ...] = ()
     """The label of each class, as it was given; empty if they are 0, 1, 2, ..."""
+    targets: str = "classes"
+    """What is learned: one of the "classes"; any of so many "labels", each 0 or 1; so many "numbers"."""
+    flat: bool = False
+    """Whether there is one number a sample, given as (N,)."""
 
     def normalize(self, x: Tensor) -> Tensor:
         """The input of a model: samples of the stored type as float32 of mean 0 and standard deviation 1.
@@ -71,11 +76,20 @@ class Schema:
         return found
 
     def stored_y(self, y: Any, count: int, where: str) -> Tensor:
-        """The class numbers of labels."""
+        """The class numbers of labels, int64 (N,); other targets as float32 (N, classes)."""
+        if self.targets != "classes":
+            return number_targets(y, (count, self.classes), self.targets, where)
         labels = label_array(y, where)
         if len(labels) != count:
             raise UserError(f"{where} has {len(labels)} labels for {count} samples: give one label for each")
         return encode_labels(labels, self.classes, self.labels, where)
+
+    def predictions(self, outputs: Tensor) -> np.ndarray:
+        """What a network's outputs (N, classes) say, in the form in which targets were given."""
+        if self.targets == "classes":
+            return self.decode(outputs.argmax(1))
+        found = (outputs > 0).long() if self.targets == "labels" else outputs
+        return (found[:, 0] if self.flat else found).cpu().numpy()
 
     def decode(self, numbers: Tensor) -> np.ndarray:
         """Class numbers as the labels that were given."""

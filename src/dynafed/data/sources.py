@@ -17,6 +17,7 @@ from dynafed.data.own import OwnClients, own_clients
 from dynafed.data.partition import Partition, carve, make_partition, partition_from_lists
 from dynafed.data.settings import DataSettings
 from dynafed.data.spec import NODES
+from dynafed.data.targets import target_kind
 from dynafed.errors import UserError
 from dynafed.stages import stage
 
@@ -36,9 +37,12 @@ class Given:
 
 
 def federated_data(
-    config: Config, seeds: Seeds, given: Given, *, integers: bool = True
+    config: Config, seeds: Seeds, given: Given, *, integers: bool = True, targets: str | None = "classes"
 ) -> tuple[Config, FederatedData]:
-    """The samples of a run, and its config with what they decide; `integers` says whether its network takes them."""
+    """The samples of a run, and its config with what they decide.
+
+    `integers` says whether its network takes whole numbers, `targets` what is learned; without it, the targets tell.
+    """
     if isinstance(given.clients, OwnClients):
         return config, given.clients
     if config.dataset == NODES and given.clients is None and given.train is None:
@@ -49,10 +53,10 @@ def federated_data(
     if own or (settings.path and given.train is None):
         if given.train is not None:
             raise UserError("clients= have data of their own, so train= has no meaning: leave it out")
-        return _own(config, named, clients, given, settings, integers)
+        return _own(config, named, clients, given, settings, integers, targets)
     if given.server is not None:
         raise UserError("server= goes with clients that have data of their own: set server_samples instead")
-    config, dataset = _dataset(config, given.train, given.test, settings)
+    config, dataset = _dataset(config, given.train, given.test, settings, targets)
     return _divided(config, dataset if integers else dataset.with_floats(), clients, seeds, named)
 
 
@@ -81,6 +85,7 @@ def _own(
     given: Given,
     settings: DataSettings,
     integers: bool,
+    targets: str | None,
 ) -> tuple[Config, OwnClients]:
     """Clients with data of their own."""
     if config.validation_samples:
@@ -99,25 +104,34 @@ def _own(
         {name: source for name, source in splits.items() if source is not None},
         memory=config.data_memory_mb * 2**20,
         integers=integers,
+        targets=targets,
     )
     return config, data
 
+
+BY_CLASS = ("dirichlet", "dirichlet-balanced", "shards")
+"""Partitions that look at the classes."""
 
 _load = lru_cache(maxsize=1)(load)
 """Several runs on the same data read it once."""
 
 
-def _dataset(config: Config, train: Any, test: Any, settings: DataSettings) -> tuple[Config, Dataset]:
+def _dataset(
+    config: Config, train: Any, test: Any, settings: DataSettings, targets: str | None
+) -> tuple[Config, Dataset]:
     """The data that were given, or those that the config names."""
     if (train is None) != (test is None):
         raise UserError("give both train=(x, y) and test=(x, y), or neither")
     if train is not None and test is not None:
-        dataset = from_arrays(train, test, classes=settings.given_classes())
+        kind = targets or target_kind(train[1])
+        dataset = from_arrays(train, test, classes=settings.given_classes(), targets=kind)
         if settings.shape and settings.shape != dataset.shape:
             raise UserError(f"shape = {settings.shape} was given, but a training sample has {dataset.shape}")
         return config.replace(dataset="custom"), dataset
     if config.dataset == "custom":
         raise UserError("dataset = 'custom' stands for arrays given in Python: pass train= and test= again")
+    if targets not in (None, "classes"):
+        raise UserError(f"dataset = '{config.dataset}' has classes, and loss = '{config.loss}' is for {targets}")
     dataset = _load(config.dataset, config.data_folder())
     if config.data_dir:
         config = config.replace(data_dir=str(config.data_folder()))
@@ -129,7 +143,7 @@ def _divided(
 ) -> tuple[Config, SplitDataset]:
     """Who holds which rows of the training split: the clients, the server, the validation set."""
     stage("dividing the data")
-    labels = dataset.train_y.numpy()
+    labels = dataset.train_y.numpy() if dataset.targets == "classes" else np.zeros(len(dataset.train_y), np.int64)
     free = np.arange(len(labels))
     if clients is not None:
         given = partition_from_lists(clients, len(labels), allow_empty=config.min_samples == 0)
@@ -146,6 +160,8 @@ def _divided(
         return config, SplitDataset(dataset, given, server_rows, validation_rows, names)
     if config.partition == "custom":
         raise UserError("partition = 'custom' stands for index lists given in Python: pass clients= again")
+    if dataset.targets != "classes" and config.partition in BY_CLASS:
+        raise UserError(f"partition = '{config.partition}' divides classes: take iid, quantity or clients=[...]")
     shares = make_partition(
         config.partition,
         labels[rest],

@@ -95,3 +95,26 @@ def decode_labels(numbers: Tensor, labels: Sequence[Label]) -> np.ndarray:
     """Class numbers as the labels that were given."""
     found = numbers.cpu().numpy()
     return np.array(labels)[found] if labels else found
+
+
+def target_kind(y: Any) -> str:
+    """What the targets of a loss of the user's own are: one label a sample makes "classes", all else "numbers"."""
+    array = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+    return "classes" if array.ndim == 1 and array.dtype.kind in "iuUTO" else "numbers"
+
+
+def number_targets(y: Any, shape: tuple[int, int] | None, kind: str, where: str) -> Tensor:
+    """Several labels or numbers for each sample, float32 (N, K); refused if they aren't of this `shape`."""
+    try:
+        found = torch.as_tensor(np.asarray(y.detach().cpu() if isinstance(y, Tensor) else y, np.float32))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} y must be numbers for this loss: {error}") from None
+    found = found[:, None] if found.ndim == 1 else found
+    if found.ndim != 2 or (shape is not None and tuple(found.shape) != shape):
+        wanted = f"{shape[0]} rows of {shape[1]}" if shape else "a row for each sample"
+        raise UserError(f"{where} y has shape {tuple(np.shape(y))}: it must be {wanted}")
+    if not found.isfinite().all():
+        raise UserError(f"{where} y has values that are infinite or not a number: clean them first")
+    if kind == "labels" and ((found < 0) | (found > 1)).any():
+        raise UserError(f"{where} y has the value {float(found.max()):g}: with loss = 'bce', each label is 0 or 1")
+    return found

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
-
-from dynafed import tree
 from dynafed.engine.client_store import ClientStore
 from dynafed.engine.federation import Federation
 from dynafed.messages import Broadcast, Update
-from dynafed.problem import BATCH
 from dynafed.registry import Registry
-from dynafed.stages import counted
 from dynafed.tree import Tree
 
 
@@ -39,8 +33,8 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Update, Tree]]:
         """Yields the update and the new state of each (client, share of its steps) of the cohort, in that order."""
 
-    def evaluate(self, model: Tree) -> tuple[float, float]:
-        """Accuracy and mean loss on the evaluation split."""
+    def evaluate(self, model: Tree) -> dict[str, Any]:
+        """A model's metrics, as `engine/evaluation.py` computes them."""
 
     def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ClientStore:
         """Where clients' states are kept: at most `limit` bytes in memory, the rest in `folder`."""
@@ -66,31 +60,3 @@ def setup_clients(federation: Federation) -> Iterator[Tree]:
     assert method is not None
     for client in filter(federation.has_data, range(federation.problem.clients)):
         yield method.setup_client(federation.client(client))
-
-
-def evaluate(federation: Federation, model: Tree) -> tuple[float, float]:
-    """Accuracy and mean loss on the evaluation split, computed in this process."""
-    return summed(federation, (evaluate_slice(federation, model, *ends) for ends in evaluation_slices(federation)))
-
-
-def summed(federation: Federation, results: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Accuracy and mean loss from the results of all slices."""
-    told = counted("evaluation", results, len(evaluation_slices(federation)))
-    correct, loss = (sum(parts) for parts in zip(*told, strict=True))
-    return correct / federation.evaluation_size(), loss / federation.evaluation_size()
-
-
-def evaluation_slices(federation: Federation) -> list[tuple[int, int]]:
-    """The slices of the evaluation split."""
-    size = federation.evaluation_size()
-    return [(start, min(start + BATCH, size)) for start in range(0, size, BATCH)]
-
-
-@torch.no_grad()
-def evaluate_slice(federation: Federation, model: Tree, start: int, stop: int) -> tuple[int, float]:
-    """How many of a slice's samples are classified correctly, and the sum of their losses."""
-    problem = federation.problem
-    problem.network.eval()
-    x, y = federation.evaluation_data(start, stop)
-    logits = problem.forward(tree.to(model, problem.device), x)
-    return int((logits.argmax(1) == y).sum()), float(F.cross_entropy(logits, y, reduction="sum"))

@@ -83,10 +83,12 @@ def _note(file: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    accuracies = [summary["final_accuracy"] for summary in summaries]
+    metric = summaries[0].get("metric", "accuracy")
+    accuracies = [summary[f"final_{metric}"] for summary in summaries]
     reached = [summary["rounds_to_target"] for summary in summaries]
     return {
-        "final_accuracy": statistics.fmean(accuracies),
+        "metric": metric,
+        f"final_{metric}": statistics.fmean(accuracies),
         "std": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "final_std": statistics.fmean(summary["final_std"] for summary in summaries),
         "best": statistics.fmean(summary["best"] for summary in summaries),

@@ -22,6 +22,7 @@ from dynafed.methods import ClientView, Composition, ServerContext, ServerRuntim
 from dynafed.problem import Problem
 from dynafed.seeds import Seeds
 from dynafed.stages import stage
+from dynafed.tasks import TARGETS, LossFunction, Task, check_loss, loss_function
 from dynafed.tracing import StepTracer
 from dynafed.transforms import TransformChain
 from dynafed.tree import Tree
@@ -81,6 +82,7 @@ class Federation:
         classes: int | Sequence[Any] | None = None,
         shape: Sequence[int] | None = None,
         target: str = "",
+        loss: LossFunction | str | None = None,
     ) -> Federation:
         """Load or take the data, split it, build the network, decide how to execute it; all by the config's seed."""
         # One that was built by hand is checked here.
@@ -89,9 +91,11 @@ class Federation:
         seeds = Seeds(config.seed)
         if model is not None:
             config = config.replace(model="custom")
-        given = data.Given(train, test, clients, server)
-        config, samples = data.federated_data(config, seeds, given, integers=models.takes_integers(config.model))
-        return cls.of(config, samples, seeds, device, model)
+        config, function = loss_function(config, loss)
+        given, integers = data.Given(train, test, clients, server), models.takes_integers(config.model)
+        targets = TARGETS.get(config.loss)
+        config, samples = data.federated_data(config, seeds, given, integers=integers, targets=targets)
+        return cls.of(config, samples, seeds, device, model, function)
 
     @classmethod
     def of(
@@ -101,16 +105,23 @@ class Federation:
         seeds: Seeds,
         device: torch.device,
         model: models.Factory | None = None,
+        loss: LossFunction | None = None,
     ) -> Federation:
-        """A federation on these samples: build the network, decide how to execute it."""
+        """A federation on these samples: build the network, decide how to execute it.
+
+        Without `loss`, it is the one that the config names.
+        """
         stage("building the network")
         schema = samples.schema
+        task = Task(config.loss, schema.targets, loss or loss_function(config)[1])
         composition = methods.compose(config)
+        _check_task(task, composition)
         with seeds.torch_seeded("model"):
             module = models.build(config, schema.shape, schema.classes, model).to(device)
             # Still under the key: lazy layers get their weights in this first use.
             sample = torch.zeros(1, *schema.shape, dtype=schema.dtype, device=device)
-            models.check(module, schema.normalize(sample), schema.classes)
+            outputs = models.check(module, schema.normalize(sample), schema.classes, schema.targets)
+        check_loss(task, outputs)
         _check_features(module, composition)
         epoch = samples.mean_client_size()
         each = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
@@ -120,8 +131,10 @@ class Federation:
         config = config.replace(kernels="own" if plan.kernels else "torch")
         tracer = StepTracer(on=plan.trace)
         clients = samples.num_clients()
-        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer)
-        return cls(config, samples, methods.compose(config), problem, plan)
+        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer, task)
+        made = cls(config, samples, methods.compose(config), problem, plan)
+        _ = made.attack  # one that can't be is refused here
+        return made
 
     @property
     def schema(self) -> Schema:
@@ -150,26 +163,40 @@ class Federation:
         return ServerSide(self.config, self.methods, transforms, self.problem, ready, self.data.client_size)
 
     def client(self, client: int) -> ClientView:
-        """One client with its own data."""
-        return ClientView(client, self.problem, *self.data.client(client, self.problem.device))
+        """One client with its own data: those that it trains on."""
+        x, y = self.data.client(client, self.problem.device)
+        if self.config.evaluate == "clients":
+            rows, _ = self._hold_out(client, len(y))
+            x, y = x[rows], y[rows]
+        return ClientView(client, self.problem, x, y)
+
+    def held_out(self, client: int) -> Samples:
+        """The samples that a client keeps for evaluation; none if it has only one."""
+        x, y = self.data.client(client, self.problem.device)
+        _, rows = self._hold_out(client, len(y))
+        return x[rows], y[rows]
+
+    def _hold_out(self, client: int, size: int) -> tuple[Tensor, Tensor]:
+        """The rows of a client that it trains on, and those that it holds out: at least one of each, if it has two."""
+        held = min(max(1, round(self.config.holdout * size)), size - 1)
+        order = self.problem.seeds.rng("holdout", client).permutation(size)
+        return torch.from_numpy(np.sort(order[held:])), torch.from_numpy(np.sort(order[:held]))
 
     def has_data(self, client: int) -> bool:
         """Whether a client holds any samples, as far as that is known before they are read."""
         return self.data.client_size(client) != 0
 
     @cached_property
-    def _evaluated(self) -> Samples:
-        held = self.data.split(self.config.evaluate)
-        if held is None:
-            raise UserError(f"evaluate = '{self.config.evaluate}': there are no such samples")
-        return held
+    def _evaluated(self) -> Samples | None:
+        return self.data.split("validation" if self.config.evaluate == "validation" else "test")
 
     def evaluation_size(self) -> int:
-        """Samples in the split that accuracy is measured on."""
-        return len(self._evaluated[1])
+        """Samples in the split that the server evaluates on: validation or test; 0 if it has none."""
+        return 0 if self._evaluated is None else len(self._evaluated[1])
 
     def evaluation_data(self, start: int, stop: int) -> Samples:
-        """A slice of the split that accuracy is measured on, normalized, on the device."""
+        """A slice of that split, normalized, on the device."""
+        assert self._evaluated is not None
         x, y = self._evaluated
         return self.schema.to_input((x[start:stop], y[start:stop]), self.problem.device)
 
@@ -199,6 +226,13 @@ def resolve_device(config: Config) -> torch.device:
     if not present[kind]:
         raise UserError(f"device = '{config.device}': torch finds none on this machine; take device = cpu")
     return torch.device(config.device)
+
+
+def _check_task(task: Task, composition: Composition) -> None:
+    """Refuse a method that needs classes where there are none."""
+    for step in composition.steps:
+        if step.needs.classes and task.targets != "classes":
+            raise UserError(f"{step.name} needs classes, and loss = '{task.loss}' is for {task.targets}: take another")
 
 
 def _check_features(module: torch.nn.Module, composition: Composition) -> None:

@@ -125,6 +125,7 @@ def _context(
         rng=problem.seeds.rng("method", broadcast.round, client.client, *([method.name] if several else [])),
         features=lambda params, x: problem.features(weights | params, x),
         head=lambda params, z: problem.head(weights | params, z),
+        task=problem.task,
     )
 
 

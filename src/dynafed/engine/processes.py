@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from dynafed import tree
-from dynafed.engine import backend
+from dynafed.engine import backend, evaluation
 from dynafed.engine.client_store import ClientStore
 from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
@@ -32,6 +32,7 @@ from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
 from dynafed.messages import Broadcast, Update
 from dynafed.stages import counted
+from dynafed.tasks import Tally
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
@@ -89,12 +90,13 @@ class ProcessBackend:
         for (update, extras, state), model in self._in_order(_train, common, tasks):
             yield replace(update, model=model, extras=tree.unnest(tree.unpack(extras))), tree.unpack(state)
 
-    def evaluate(self, model: Tree) -> tuple[float, float]:
-        """Accuracy and mean loss on the evaluation split."""
+    def evaluate(self, model: Tree) -> dict[str, Any]:
+        """A model's metrics."""
         if not self.workers:
-            return backend.evaluate(self.federation, model)
-        slices = backend.evaluation_slices(self.federation)
-        return backend.summed(self.federation, (counts for counts, _ in self._in_order(_evaluate, model, slices)))
+            return evaluation.evaluate(self.federation, model)
+        parts = evaluation.evaluation_parts(self.federation)
+        tallies = (found for found, _ in self._in_order(_evaluate, model, parts))
+        return evaluation.metrics(self.federation, parts, tallies)
 
     def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ClientStore:
         """Clients' states are the run's own."""
@@ -305,6 +307,6 @@ def _train(
     return (bare, tree.pack(tree.nest(update.extras)), tree.pack(kept)), update.model
 
 
-def _evaluate(model: Tree, start: int, stop: int) -> tuple[tuple[int, float], None]:
+def _evaluate(model: Tree, kind: str, first: int, stop: int) -> tuple[Tally, None]:
     assert _federation is not None
-    return backend.evaluate_slice(_federation, model, start, stop), None
+    return evaluation.evaluate_part(_federation, model, kind, first, stop), None

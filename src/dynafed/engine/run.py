@@ -36,6 +36,7 @@ from dynafed.models import Factory
 from dynafed.report import write_report
 from dynafed.stages import counted, stage
 from dynafed.synthesis.quality import evidence_for
+from dynafed.tasks import LossFunction
 from dynafed.terminal import with_progress
 from dynafed.tree import Tree
 
@@ -58,15 +59,19 @@ class Result:
     summary: dict[str, Any]
 
     def __repr__(self) -> str:
-        final, deviation, rounds = (self.summary[key] for key in ("final_accuracy", "final_std", "rounds"))
+        metric = self.federation.problem.task.metric
+        final, deviation = self.summary[f"final_{metric}"], self.summary["final_std"]
+        scale, unit = (100, " %") if metric == "accuracy" else (1, "")
         return (
-            f"Result({self.summary['method']} on {self.summary['dataset']}, {rounds} rounds: "
-            f"accuracy {100 * final:.2f} ± {100 * deviation:.2f} %, in {str(self.path)!r})"
+            f"Result({self.summary['method']} on {self.summary['dataset']}, {self.summary['rounds']} rounds: "
+            f"{metric} {scale * final:.2f} ± {scale * deviation:.2f}{unit}, in {str(self.path)!r})"
         )
 
     @property
     def final_accuracy(self) -> float:
         """The mean accuracy of the last five rounds that were evaluated."""
+        if "final_accuracy" not in self.summary:
+            raise UserError(f"with loss = '{self.federation.config.loss}' there is no accuracy: look at result.summary")
         return float(self.summary["final_accuracy"])
 
     @cached_property
@@ -89,6 +94,7 @@ def run(
     classes: int | Sequence[Any] | None = None,
     shape: Sequence[int] | None = None,
     target: str = "",
+    loss: LossFunction | str | None = None,
     out: str | Path | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
@@ -102,7 +108,8 @@ def run(
     Face dataset, a DataFrame, a path (.npz, .csv, .parquet, a folder of images by class), or a function that returns
     one of these when the client is needed. Then `test` and `server`, samples for methods that need some on the server,
     can be any of these, too. `classes` (their number, or their labels in order), the `shape` of a sample and the
-    `target` column needn't be found out if they are given.
+    `target` column needn't be found out if they are given. `loss` says what is learned: "cross_entropy", "bce" for any
+    number of labels, "mse" for numbers, or a function of outputs and targets.
     `callbacks` follow the run: `Callback` objects, or functions of a round's record. `backend` trains the clients, in
     place of the one that the config names as `engine`. In a terminal or a notebook, a bar shows how far it is:
     `progress=False` silences it, `progress=True` prints a line every so often where there is neither.
@@ -117,6 +124,7 @@ def run(
         classes=classes,
         shape=shape,
         target=target,
+        loss=loss,
     )
     told = make_callbacks(federation.config, callbacks)
     make_backend = backend or BACKENDS.load(federation.config.engine)
@@ -141,6 +149,7 @@ def resume(
     test: Any = None,
     clients: Any = None,
     server: Any = None,
+    loss: LossFunction | str | None = None,
     changes: dict[str, Any] | None = None,
     callbacks: Callbacks = (),
     backend: BackendFactory | None = None,
@@ -168,7 +177,9 @@ def resume(
         log.warning(
             "schedule = 'cosine' depends on rounds: the rates from here on are those of %d rounds", config.rounds
         )
-    federation = Federation.create(config, model=model, train=train, test=test, clients=clients, server=server)
+    federation = Federation.create(
+        config, model=model, train=train, test=test, clients=clients, server=server, loss=loss
+    )
     if before.kernels == "own" and federation.config.kernels != "own":
         raise UserError(
             f"{path} was computed with our own kernels, which can't be compiled here (or DYNAFED_KERNELS forbids "
@@ -320,11 +331,13 @@ def one_round(
     }
     if round_num % config.eval_every == 0 or round_num == config.rounds:
         evaluated = time.perf_counter()
-        record["accuracy"], record["loss"] = backend.evaluate(outcome.served or outcome.model)
+        metric = federation.problem.task.metric
+        record |= backend.evaluate(outcome.served or outcome.model)
         if outcome.served is not None:
-            record["accuracy_raw"], record["loss_raw"] = backend.evaluate(outcome.model)
+            raw = backend.evaluate(outcome.model)
+            record |= {f"{name}_raw": value for name, value in raw.items()}
         if outcome.model is not outcome.average:
-            record["accuracy_before_refine"], _ = backend.evaluate(outcome.average)
+            record[f"{metric}_before_refine"] = backend.evaluate(outcome.average)[metric]
         if attack:
             record |= attack.success(federation, outcome.served or outcome.model)
         if outcome.accepted and config.watch:

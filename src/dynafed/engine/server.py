@@ -180,7 +180,7 @@ RESERVED = {
         "bytes_up",
         "bytes_down",
     ),
-    *("client_names", "attackers", "attack_success"),
+    *("client_names", "rmse", "mae", "r2", "f1", "confusion", "attackers", "attack_success"),
     *("train_loss", "accuracy", "loss", "accuracy_raw", "loss_raw", "accuracy_before_refine"),
     *("seconds", "seconds_local", "seconds_server", "seconds_clients", "seconds_eval"),
 }

@@ -135,7 +135,7 @@ def _kept(path: Path) -> list[Path]:
 def _unserved(record: Record) -> Record:
     """A round's record as it is without `average`."""
     own: dict[str, Any] = {key: value for key, value in record.items() if not key.endswith("_raw")}
-    return own | {key: record[f"{key}_raw"] for key in ("accuracy", "loss") if f"{key}_raw" in record}
+    return own | {key.removesuffix("_raw"): value for key, value in record.items() if key.endswith("_raw")}
 
 
 def _window(config: Config) -> int:

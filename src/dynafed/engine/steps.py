@@ -105,6 +105,7 @@ class LocalSteps:
             "forward": lambda params, x: self.problem.forward(buffers | params, x),
             "features": lambda params, x: self.problem.features(buffers | params, x),
             "head": lambda params, z: self.problem.head(buffers | params, z),
+            "task": self.problem.task,
         }
         untraceable = {field.name: Untraceable() for field in dataclasses.fields(ClientContext)}
         return ClientContext(**untraceable | known | {part: {} for part in TREES} | parts)

@@ -26,24 +26,31 @@ if TYPE_CHECKING:
 FINAL_ROUNDS = 5
 """The paper reports the mean accuracy of so many last rounds."""
 
+CLIENT_KEYS = ("accuracy_per_client", "rmse_per_client", "loss_per_client", "accuracy_per_class", "confusion")
+"""What the summary takes from the last evaluation: how well each client and each class is served."""
+
 
 def summarize(federation: Federation, history: list[Record], seconds: float, stopped: str = "") -> dict[str, Any]:
     """The run in a few numbers: summary.json."""
     import torch
 
     config, problem = federation.config, federation.problem
-    evaluated = [record for record in history if "accuracy" in record]
-    last = [record["accuracy"] for record in evaluated[-FINAL_ROUNDS:]]
-    best = max(evaluated, key=lambda record: float(record["accuracy"]))
-    reached = (record["round"] for record in evaluated if record["accuracy"] >= config.target_accuracy)
+    task = problem.task
+    metric, choose = task.metric, max if task.larger_is_better else min
+    evaluated = [record for record in history if metric in record]
+    last = [record[metric] for record in evaluated[-FINAL_ROUNDS:]]
+    best = choose(evaluated, key=lambda record: float(record[metric]))
+    reached = (record["round"] for record in evaluated if record.get("accuracy", 0) >= config.target_accuracy)
+    served = {key: value for key, value in evaluated[-1].items() if key in CLIENT_KEYS or key.endswith("_worst_tenth")}
     return {
         "method": config.method,
         "dataset": federation.schema.name,
         "seed": config.seed,
         "evaluated_on": config.evaluate,
-        "final_accuracy": statistics.fmean(last),
+        "metric": metric,
+        f"final_{metric}": statistics.fmean(last),
         "final_std": statistics.pstdev(last),
-        "best": best["accuracy"],
+        "best": best[metric],
         "best_round": best["round"],
         "target_accuracy": config.target_accuracy or None,
         "rounds_to_target": next(reached, None) if config.target_accuracy else None,
@@ -54,6 +61,7 @@ def summarize(federation: Federation, history: list[Record], seconds: float, sto
         "parameters": sum(problem.model.get_parameter(name).numel() for name in problem.trainable),
         "bytes_up": sum(record.get("bytes_up", 0) + record.get("bytes_enrolment", 0) for record in history),
         "bytes_down": sum(record["bytes_down"] for record in history),
+        **served,
         "seconds": seconds,
         "peak_rss_mb": _peak_rss_mb(),
         "versions": {
@@ -80,11 +88,13 @@ def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any
     schema, clients = federation.schema, federation.problem.clients
     choice = sorted({int(client) for client in np.linspace(0, clients - 1, min(clients, most))})
     counts = {client: known for client in choice if (known := federation.data.class_counts(client)) is not None}
-    names = {"class_names": list(schema.class_names)} if schema.class_names else {}
+    has_classes = schema.targets == "classes"
+    class_names = list(schema.class_names) if has_classes else ["samples"]
+    names = {"class_names": class_names} if class_names else {}
     shown = {"shown": list(counts), "counts": [list(each) for each in counts.values()]}
     if federation.data.names:
         names["client_names"] = [federation.data.names[client] for client in counts]
-    return {"classes": schema.classes, "clients": clients, **shown, **names}
+    return {"classes": schema.classes if has_classes else 1, "clients": clients, **shown, **names}
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -177,7 +177,7 @@ def _serve(grid: Grid, context: Context) -> None:
             result = run(config, out=out, **given)
     except Interrupted as stopped:
         raise RuntimeError(str(stopped)) from None  # Flower reports errors, but not interrupts
-    log.info("done: accuracy %.2f %% over the last rounds", 100 * result.final_accuracy)
+    log.info("done: %r", result)
 
 
 class _RoundLog(Callback):

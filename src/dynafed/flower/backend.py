@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from dynafed.engine.backend import evaluate
 from dynafed.engine.client_store import ClientStore, ReceiptStore
+from dynafed.engine.evaluation import evaluate
 from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
@@ -78,8 +78,8 @@ class FlowerBackend:
     def __exit__(self, *error: object) -> None:
         torch.set_num_threads(self.threads_before)
 
-    def evaluate(self, model: Tree) -> tuple[float, float]:
-        """Accuracy and mean loss on the evaluation split, computed in the server's process."""
+    def evaluate(self, model: Tree) -> dict[str, Any]:
+        """A model's metrics, computed in the server's process."""
         return evaluate(self.federation, model)
 
     def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ClientStore:

@@ -20,7 +20,7 @@ class AbAvg(Method):
     name = "abavg"
     summary = "the average weighted by each client model's accuracy on server data"
     citation = "Xiao et al., ISPDC 2021"
-    needs = Needs(server_data="labeled", client_models=True)
+    needs = Needs(server_data="labeled", client_models=True, classes=True)
 
     def combiner(self, server: ServerContext) -> Combiner:
         """The weighted mean."""

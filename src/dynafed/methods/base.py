@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed.messages import Update
 from dynafed.problem import Problem
 from dynafed.registry import Registry
+from dynafed.tasks import CROSS_ENTROPY, Task
 from dynafed.tree import Tree
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Needs:
     """Whether a client keeps a state between its rounds."""
     features: bool = False
     """Whether the network must be `head(features(x))`, a `models.Classifier`."""
+    classes: bool = False
+    """Whether it must be one class of several that is learned, not labels or numbers (`loss`)."""
 
     def __str__(self) -> str:
         words = {
@@ -91,6 +93,8 @@ class ClientContext:
     """What `prepare` returned."""
     sampled: Tree = field(default_factory=dict)
     """What `sample_step` returned for this step."""
+    task: Task = CROSS_ENTROPY
+    """The loss: `task.mean_loss(outputs, y)`."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class Method:
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """The loss of one batch, a function of tensors only."""
-        return F.cross_entropy(client.forward(params, x), y)
+        return client.task.mean_loss(client.forward(params, x), y)
 
     def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
         """Returns the gradients by which one step is taken. Corrections of several methods are applied in turn."""

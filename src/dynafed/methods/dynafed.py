@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynafed import tree
 from dynafed.errors import UserError
-from dynafed.methods.base import Method, ServerContext, ServerOutput, ServerRuntime
+from dynafed.methods.base import Method, Needs, ServerContext, ServerOutput, ServerRuntime
 from dynafed.problem import Problem
 from dynafed.synthesis.matching import reject_batch_norm
 from dynafed.synthesis.problem import SynthesisProblem, synthesize_from_trajectory
@@ -93,6 +93,7 @@ class DynaFed(Method):
     name = "dynafed"
     summary = "fine-tunes the average on samples synthesized from the first rounds' global models"
     citation = "Pi et al., CVPR 2023"
+    needs = Needs(classes=True)
     Settings = DynaFedSettings
     settings: DynaFedSettings
 

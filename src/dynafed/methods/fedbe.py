@@ -48,7 +48,7 @@ class FedBE(Method):
     name = "fedbe"
     summary = "FedDF with sampled teachers and stochastic weight averaging"
     citation = "Chen and Chao, ICLR 2021"
-    needs = Needs(server_data="unlabeled", client_models=True)
+    needs = Needs(server_data="unlabeled", client_models=True, classes=True)
     Settings = FedBESettings
     settings: FedBESettings
 

@@ -41,7 +41,7 @@ class FedDF(Method):
     name = "feddf"
     summary = "distills the ensemble of the clients' models into the average, on unlabeled server data"
     citation = "Lin et al., NeurIPS 2020"
-    needs = Needs(server_data="unlabeled", client_models=True)
+    needs = Needs(server_data="unlabeled", client_models=True, classes=True)
     Settings = FedDFSettings
     settings: FedDFSettings
 

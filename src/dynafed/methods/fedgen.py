@@ -47,7 +47,7 @@ class FedGen(Method):
     name = "fedgen"
     summary = "a generator of features, trained on the server against the clients' heads, helps local training"
     citation = "Zhu, Hong and Zhou, ICML 2021"
-    needs = Needs(client_models=True, features=True)
+    needs = Needs(client_models=True, features=True, classes=True)
     Settings = FedGenSettings
     settings: FedGenSettings
     zero_means_fedavg = ("alpha", "beta")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed.errors import UserError
-from dynafed.methods.base import ClientContext, ClientView, Method, ServerContext, ServerOutput
+from dynafed.methods.base import ClientContext, ClientView, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree
@@ -41,6 +41,7 @@ class FedMix(Method):
     name = "fedmix"
     summary = "mixes each batch with averages of other clients' samples, sent once before round 1"
     citation = "Yoon et al., ICLR 2021"
+    needs = Needs(classes=True)
     Settings = FedMixSettings
     settings: FedMixSettings
     zero_means_fedavg = ("ratio",)

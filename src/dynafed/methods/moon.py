@@ -43,7 +43,7 @@ class Moon(Method):
     zero_means_fedavg = ("mu",)
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
-        """Cross-entropy and the contrastive term."""
+        """The loss and the contrastive term."""
         if not client.state:
             return super().loss(params, x, y, client)
         features = client.features(params, x)
@@ -52,7 +52,7 @@ class Moon(Method):
             unwanted = client.features(client.state | client.global_buffers, x)
         gap = F.cosine_similarity(features, unwanted) - F.cosine_similarity(features, wanted)
         contrast = F.softplus(gap / self.settings.temperature).mean()
-        return F.cross_entropy(client.head(params, features), y) + self.settings.mu * contrast
+        return client.task.mean_loss(client.head(params, features), y) + self.settings.mu * contrast
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Remember the model for the next time."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
@@ -119,7 +118,7 @@ def _gradient(client: ClientContext) -> Tree:
     total = map_tensors(torch.zeros_like, client.global_params)
     parts = -(-len(client.y) // CHUNK)
     for x, y in zip(torch.tensor_split(client.x, parts), torch.tensor_split(client.y, parts), strict=True):
-        loss = F.cross_entropy(client.forward(start | client.global_buffers, x), y, reduction="sum") / len(client.y)
+        loss = client.task.sum_loss(client.forward(start | client.global_buffers, x), y) / len(client.y)
         grads = torch.autograd.grad(loss, list(start.values()))
         for name, grad in zip(start, grads, strict=True):
             total[name] += grad

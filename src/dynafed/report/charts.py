@@ -141,7 +141,7 @@ def partition_map(partition: Partition) -> Spec:
         "kind": "heat",
         "classes": partition.classes,
         "names": partition.names,
-        "shown": partition.shown,
+        "shown": partition.client_names or partition.shown,
         "counts": partition.counts,
     }
 

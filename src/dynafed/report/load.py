@@ -33,6 +33,8 @@ class Partition:
     shown: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
     names: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
+    """Of the shown clients; empty if they have none."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,8 @@ def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     for index, line in enumerate(lines):
         try:
             raw = json.loads(line)
-            by_client = raw.pop("accuracy_per_client", None)
-            record = flatten(raw) | ({"accuracy_per_client": by_client} if isinstance(by_client, dict) else {})
+            by_client = {key: raw.pop(key) for key in list(raw) if "_per_client" in key}
+            record = flatten(raw) | {key: value for key, value in by_client.items() if isinstance(value, dict)}
             if "bytes_enrolment" in record:  # what clients send once goes up in the first round
                 record["bytes_up"] = record.get("bytes_up", 0) + record["bytes_enrolment"]
             rounds[int(record["round"])] = {key: _finite(value) for key, value in record.items()}
@@ -283,8 +285,17 @@ def _partition(raw: Any, class_names: Any, notes: list[str]) -> Partition | None
         classes = int(raw["classes"])
         if len(shown) != len(counts) or any(len(row) != classes for row in counts):
             raise ValueError("shapes differ")
+        if not counts or classes < 2:  # nothing is known, or there are no classes
+            return None
+        called = tuple(str(name) for name in raw.get("client_names") or ())
+        clients = int(raw.get("clients", len(shown)))
         return Partition(
-            classes, int(raw.get("clients", len(shown))), shown, counts, names if len(names) == classes else ()
+            classes,
+            clients,
+            shown,
+            counts,
+            names if len(names) == classes else (),
+            called if len(called) == len(shown) else (),
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         notes.append("partition.json does not hold what it should and was left out")

@@ -49,6 +49,10 @@ MEASURES = {
     "accuracy": Measure("accuracy", "higher", "percent"),
     "accuracy_before_refine": Measure("accuracy before refinement", "higher", "percent", REFINEMENT),
     "loss": Measure("loss", "lower"),
+    "rmse": Measure("root mean squared error", "lower"),
+    "mae": Measure("mean absolute error", "lower"),
+    "r2": Measure("R²", "higher", about="1 is exact, 0 no better than the mean."),
+    "f1": Measure("F1", "higher", "percent"),
     "train_loss": Measure("clients’ training loss", "lower"),
     "matching_loss": Measure(
         "matching loss",

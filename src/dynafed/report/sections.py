@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from dynafed.report import charts
 from dynafed.report.gallery import class_gallery
 from dynafed.report.groups import Group, label_skew
-from dynafed.report.load import Partition, Run
+from dynafed.report.load import LAST, Partition, Run
 from dynafed.report.measures import D_SYN, once_table
 from dynafed.report.page import Page
 from dynafed.report.text import THIN, duration, escape, number, percent, plural, setting
@@ -23,6 +24,8 @@ def result_sentence(run: Run) -> str:
     """What came out of a run, in a sentence."""
     planned = run.config.get("rounds")
     done = len(run.rounds)
+    if errors := run.values("rmse")[-LAST:]:
+        return f"<b>{number(fmean(errors))}</b> root mean squared error over the last rounds; {plural(done, 'round')}."
     if run.final is None:
         return f"No accuracy yet; {done} of {escape(planned)} rounds done."
     if run.finished:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dynafed.report import charts
+from dynafed.report.clients import served_tables
 from dynafed.report.groups import Group
 from dynafed.report.load import LAST, Run
 from dynafed.report.measures import REFINEMENT, extra_keys, measure
@@ -52,6 +53,7 @@ def run_page(run: Run, base: Path) -> str:
         "Who holds which classes",
         *partition_parts(page, [("", run.partition)] if run.partition else []),
         accuracy_parts(page, alone, run.partition),
+        served_tables(run, run.partition.names if run.partition else ()),
     )
     page.section(
         "Cost",

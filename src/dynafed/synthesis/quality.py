@@ -84,7 +84,7 @@ def matching_by_segment(
 
 def scratch_accuracy(federation: Federation, synthetic: SyntheticData) -> float:
     """The accuracy of a freshly initialized network that is trained on D_syn alone."""
-    from dynafed.engine.backend import evaluate
+    from dynafed.engine.evaluation import evaluate
 
     problem = federation.problem
     fresh = copy.deepcopy(problem.network)
@@ -96,7 +96,7 @@ def scratch_accuracy(federation: Federation, synthetic: SyntheticData) -> float:
     optimizer, lr, steps = SCRATCH
     rng, threads = problem.seeds.rng("scratch"), federation.execution.server_threads
     trained = train_on(problem.network, weights, synthetic, optimizer, lr, steps, rng=rng, threads=threads)
-    return evaluate(federation, trained)[0]
+    return float(evaluate(federation, trained)["accuracy"])
 
 
 def _reached(

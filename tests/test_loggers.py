@@ -134,6 +134,11 @@ def test_mlflow_has_curves_images_partition_config_and_table(tmp_path: Path) -> 
     images = [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")]
     assert sum("samples" in path and path.endswith(".png") for path in images) == 2
     assert sum("partition" in path and path.endswith(".png") for path in images) == 1
+    context = dynafed.RunContext(result.path, result.federation.config)
+    assert MLflow().open(context, {}, run.info.run_id) == run.info.run_id
+    assert MLflow().open(context, {}, "of another store") != run.info.run_id
+    with pytest.raises(dynafed.UserError, match=r"^mlflow: "):
+        MLflow("nothing://there").open(context, {}, None)
 
 
 @pytest.mark.parametrize("name", LOGGERS)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fake_runs import MakeRun, add_synthetic, synthesis_record
+from PIL import Image
 from problems import run_tiny
 
 from dynafed.engine.files import SAMPLES_NOW, is_locked, lock_folder
@@ -109,7 +110,9 @@ def test_the_page_shows_rounds_curves_samples_and_the_way_to_go_on(make_run: Mak
     (going / "synthesis.jsonl").write_text('{"0": 1.0}\n{"1": 0.9}\n')
     write_png(going / SAMPLES_NOW, torch.rand(3, 1, 4, 4), 10)
     (going / "synthetic-000125.png").unlink()
-    (going / "synthetic-000125.png").symlink_to(__file__)
+    (going / "synthetic-000125.png").symlink_to(going / "synthetic-000200.png")
+    (going / "synthetic-000130.png").write_text("no picture")
+    Image.new("L", (4000, 1001)).save(going / "synthetic-000140.png")
     aged(going, ("metrics.jsonl", 9), ("synthesis.jsonl", 0))
     aged(make_run("old", rounds=3, planned=20, finished=False, method="<script>x"))
     make_run("done")

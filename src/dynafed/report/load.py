@@ -200,9 +200,14 @@ def read_synthesis(folder: Path) -> dict[int, float]:
 
 
 def snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """(iteration, picture) of the synthetic samples as they came into being, in order."""
+    """(iteration, picture) of the synthetic samples as they came into being, in order; links and pipes don't count."""
     named = ((path.stem.removeprefix("synthetic-"), path) for path in folder.glob("synthetic-*.png"))
-    return sorted((int(number), path) for number, path in named if number.isdecimal())
+    return sorted((int(number), path) for number, path in named if number.isdecimal() and is_plain_file(path))
+
+
+def is_plain_file(path: Path) -> bool:
+    """Whether it is a file, and no link to one."""
+    return path.is_file() and not path.is_symlink()
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from dynafed.engine.files import SAMPLES_NOW, resume_command
 from dynafed.report import comparison, single
 from dynafed.report.groups import group_runs
+from dynafed.report.load import is_plain_file
 from dynafed.report.page import CONTENTS, Page
 from dynafed.report.sections import grid, learning_switches, notes, setup_line
 from dynafed.report.text import duration, escape, percent, plural
@@ -22,6 +23,8 @@ MOST_CURVES = 12
 """Runs whose curves are drawn, unless more are running."""
 MOST_SYNTHESES = 4
 """Runs whose synthetic samples are shown."""
+MOST_PIXELS = 4_000_000
+"""Of a picture that is shown."""
 
 
 def run_id(path: Path) -> str:
@@ -123,7 +126,7 @@ def _synthesis(page: Page, shown: Sequence[Status]) -> None:
         title = "Matching loss" if len(shown) == 1 else f"Matching loss of {name}"
         chart = page.chart(spec, title, "of the last synthesis, each iteration", better="lower", wide=True)
         files = [(f"iteration {iteration}", file) for iteration, file in status.pictures]
-        if status.iterations:
+        if status.iterations and is_plain_file(status.run.path / SAMPLES_NOW):
             files.append(("now", status.run.path / SAMPLES_NOW))
         pictures = "".join(_figure(file, caption) for caption, file in files)
         sheet = page.images(f'<div class="images crisp">{pictures}</div>') if pictures else ""
@@ -134,14 +137,16 @@ def _synthesis(page: Page, shown: Sequence[Status]) -> None:
 
 
 def _figure(file: Path, caption: str) -> str:
-    """The picture with its caption; nothing if the file is no picture."""
+    """The picture with its caption; nothing if the file is no picture, or a huge one."""
     from PIL import Image
 
     try:
         with Image.open(file, formats=("PNG",)) as image:
+            if image.width * image.height > MOST_PIXELS:
+                return ""
             clean = io.BytesIO()
             image.convert("RGB").save(clean, "PNG")
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return ""
     source = f"data:image/png;base64,{base64.b64encode(clean.getvalue()).decode()}"
     return f'<figure><img src="{source}" alt="synthetic samples, {caption}"><figcaption>{caption}</figcaption></figure>'

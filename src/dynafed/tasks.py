@@ -129,6 +129,13 @@ def loss_function(config: Config, given: LossFunction | str | None = None) -> tu
     return config, LOSSES.load(config.loss)
 
 
+def config_targets(config: Config) -> str | None:
+    """What is learned, as far as the config says it; else the targets tell."""
+    from dynafed.data.settings import DataSettings
+
+    return TARGETS.get(config.loss) or config.section("data", DataSettings).targets or None
+
+
 def check_loss(task: Task, outputs: Tensor) -> None:
     """Refuse a loss of the user's own that doesn't turn one sample's outputs into a number with a gradient."""
     y = torch.zeros(1, dtype=torch.int64) if task.targets == "classes" else torch.zeros(1, outputs.shape[1])

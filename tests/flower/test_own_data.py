@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from contract.cases import CASES, config, timeless
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from nodes import Nodes, Tamper
 from problems import TEST, TRAIN
 
@@ -18,6 +20,10 @@ import dynafed
 from dynafed import Config, UserError
 from dynafed.engine.summary import read_metrics
 from dynafed.flower import client_app, server_app
+from dynafed.flower.app_config import read_app_config, read_config
+from dynafed.flower.own_data import AGREED, node_federation
+from dynafed.flower.records import to_record
+from dynafed.kernels.build import library
 
 CLIENTS = 4
 
@@ -233,7 +239,101 @@ def test_a_node_that_comes_later_must_fit_and_changes_nothing(
     assert "node 2001 can't take part: client 3 has the label 4: the 4 classes go from 0 to 3" in caplog.text
 
 
+def test_texts_as_labels_are_numbered_alike_everywhere(tmp_path: Path) -> None:
+    rng, files = np.random.default_rng(0), {}
+    for client, names in enumerate((["owl", "ant"], ["bee", "ant"], ["cat", "owl"], ["ant", "cat"])):
+        files[client] = str(tmp_path / f"{client}.npz")
+        np.savez(files[client], x=rng.integers(0, 256, (12, 1, 4, 4), np.uint8), y=rng.choice(names, 12))
+    chosen = quick(evaluate="clients")
+    local = dynafed.run(chosen, clients=list(files.values()), out=tmp_path / "local")
+    run_config = app(chosen, tmp_path / "flower")
+    serve(run_config, federation(run_config, files))
+    same_metrics(tmp_path, local)
+    assert Config.load(tmp_path / "flower" / "config.toml").to_dict()["data"]["labels"] == ["ant", "bee", "cat", "owl"]
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+def test_a_node_computes_on_the_kernels_that_the_server_chose(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config("fedavg@adam", kernels="own", evaluate="clients")
+    local = dynafed.run(chosen, clients=list(files_of(shared).values()), out=tmp_path / "local")
+    run_config = app(chosen, tmp_path / "flower", kernels="auto")
+    agreed = RecordDict({AGREED: ConfigRecord({"schema": "{}", "kernels": "own"})})
+    serve(run_config | {"kernels": "own"}, nodes := federation(run_config, files_of(shared)))
+    same_metrics(tmp_path, local)
+    monkeypatch.setenv("DYNAFED_KERNELS", "torch")
+    agreed[AGREED]["schema"] = json.dumps({"shape": [6], "dtype": "float32", "classes": 4})
+    with pytest.raises(UserError, match="the run is computed with kernels = 'own', and here they are 'torch'"):
+        node_federation(read_config(run_config), read_app_config(run_config), nodes.contexts[1000], agreed)
+
+
+# Without samples on the server
+
+
+def same_metrics(tmp_path: Path, local: dynafed.Result) -> None:
+    assert timeless(read_metrics(tmp_path / "flower")) == timeless(local.history)
+    assert final(tmp_path / "flower") == final(local.path)
+
+
+@pytest.mark.parametrize("case", ["fedavg", "fedprox+average", "scaffold+dynafed"])
+def test_a_server_without_any_samples_evaluates_on_what_the_clients_hold_out(
+    tmp_path: Path, shared: Path, case: str
+) -> None:
+    chosen = config(case, evaluate="clients", holdout=0.3)
+    local = dynafed.run(chosen, clients=list(files_of(shared).values()), out=tmp_path / "local")
+    run_config = app(chosen, tmp_path / "flower")
+    serve(run_config, federation(run_config, files_of(shared)))
+    same_metrics(tmp_path, local)
+    assert list(local.history[-1]["accuracy_per_client"]) == ["0", "1", "2", "3"]
+    assert (tmp_path / "flower" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("loss", "targets"), [("mse", 1), ("bce", 3)])
+def test_numbers_and_labels_are_learned_on_nodes_too(tmp_path: Path, loss: str, targets: int) -> None:
+    rng, files = np.random.default_rng(0), {}
+    for client in range(CLIENTS):
+        x = rng.normal(size=(20 + client, 6)).astype(np.float32)
+        y = x[:, :targets] if loss == "mse" else (x[:, :targets] > 0).astype(np.float32)
+        files[client] = str(tmp_path / f"{client}.npz")
+        np.savez(files[client], x=x, y=y[:, 0] if targets == 1 else y)
+    np.savez(tmp_path / "odd.npz", x=x, y=rng.normal(size=(len(x), 7)))
+    chosen = config("scaffold", loss=loss, evaluate="clients", model="mlp")
+    local = dynafed.run(chosen, clients=list(files.values()), out=tmp_path / "local")
+    run_config = app(chosen, tmp_path / "flower")
+    nodes = federation(run_config, files)
+    nodes.contexts[7] = nodes.context(0, data=str(tmp_path / "odd.npz"))
+    serve(run_config, nodes)
+    same_metrics(tmp_path, local)
+
+
+def test_a_lie_about_an_evaluation_leaves_out_one_client(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lies: list[Callable[[RecordDict], None]] = [
+        lambda content: content.update(sums=MetricRecord({"samples": 2**41, "loss": 0.0, "correct": 1.0})),
+        lambda content: content.update(sums=MetricRecord({"samples": 3, "loss": 0.0, "correct": 4.0})),
+        lambda content: content.update(sums=MetricRecord({"samples": 3, "loss": float("nan"), "correct": 1.0})),
+        lambda content: content.update(sums=MetricRecord({"samples": 3, "loss": 0.0})),
+        lambda content: content.update(confusion=to_record({"confusion": torch.ones(9, 9, dtype=torch.int64)})),
+        lambda content: content.update(confusion=to_record({"confusion": -torch.ones(4, 4, dtype=torch.int64)})),
+        lambda content: content.update(confusion=to_record({})),
+    ]
+
+    def tamper(message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "evaluate" and message.metadata.dst_node_id == 1007:
+            lies[int(message.metadata.group_id) - 1](reply.content)
+        return reply
+
+    run_config = app(quick(evaluate="clients", rounds=len(lies)), tmp_path / "r")
+    serve(run_config, federation(run_config, files_of(shared), tamper))
+    for record in read_metrics(tmp_path / "r"):
+        assert list(record["accuracy_per_client"]) == ["0", "2", "3"]
+        assert f"round {record['round']}, evaluation, client 1: its answer can't be read: ValueError" in caplog.text
+
+
 SOUND: dict[str, Any] = {"shape": [6], "dtype": "float32", "labels": [0, 1], "sizes": [9]}
+SOUND |= {"targets": "classes", "outputs": 0}
 
 
 @pytest.mark.parametrize(
@@ -252,12 +352,16 @@ SOUND: dict[str, Any] = {"shape": [6], "dtype": "float32", "labels": [0, 1], "si
         ({"labels": [0.5]}, "its labels must be"),
         ({"labels": ["x" * 201]}, "its labels must be"),
         ({"labels": [2**62]}, "its labels must be"),
+        ({"labels": ["a\x1b[2J"]}, "its labels must be"),
         ({"labels": [10**9]}, "labels go up to 1000000000"),
         ({"labels": [-1]}, "has the label -1"),
         ({"sizes": [0]}, "its numbers of samples can't be"),
         ({"sizes": [2**41]}, "its numbers of samples can't be"),
         ({"sizes": [9, 9]}, "it has 2 clients, and its partition 0 has others"),
         ({"labels": None}, "its answer can't be read: KeyError"),
+        ({"targets": "everything"}, "what it has to learn can't be"),
+        ({"targets": "numbers", "outputs": 2**30}, "what it has to learn can't be"),
+        ({"targets": "numbers", "outputs": 2}, "it has 2 numbers to learn, the others classes"),
     ],
 )
 def test_a_lie_about_the_data_is_refused_and_nobody_else_notices(

@@ -28,6 +28,11 @@ class DataSettings:
     dtype: str = setting(
         "", "of the samples; else that of the first client's", choices=("", "uint8", "float32", "int64")
     )
+    targets: str = setting(
+        "",
+        "what is learned with a loss of your own, if not what the targets look like",
+        choices=("", "classes", "labels", "numbers"),
+    )
     mean: tuple[float, ...] = setting((), "subtracted: per channel of images (of values from 0 to 1), or per feature")
     std: tuple[float, ...] = setting((), "divided by, after that", above=0)
 

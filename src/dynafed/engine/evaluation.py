@@ -63,6 +63,13 @@ def tally(problem: Problem, model: Tree, x: Tensor, y: Tensor) -> Tally:
     return add_up([problem.task.tally(problem.forward(weights, some), wanted) for some, wanted in parts])
 
 
+def empty_tally(problem: Problem) -> Tally:
+    """The tally of no samples: what each tally of this problem looks like."""
+    outputs = torch.zeros(0, problem.classes)
+    classes = problem.task.targets == "classes"
+    return problem.task.tally(outputs, torch.zeros(0, dtype=torch.int64) if classes else outputs)
+
+
 def metrics(federation: Federation, parts: Sequence[Part], tallies: Iterable[Tally]) -> dict[str, Any]:
     """The metrics of all parts together, for a round's record."""
     task = federation.problem.task

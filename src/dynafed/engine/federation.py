@@ -22,7 +22,7 @@ from dynafed.methods import ClientView, Composition, ServerContext, ServerRuntim
 from dynafed.problem import Problem
 from dynafed.seeds import Seeds
 from dynafed.stages import stage
-from dynafed.tasks import TARGETS, LossFunction, Task, check_loss, loss_function
+from dynafed.tasks import LossFunction, Task, check_loss, config_targets, loss_function
 from dynafed.tracing import StepTracer
 from dynafed.transforms import TransformChain
 from dynafed.tree import Tree
@@ -93,7 +93,7 @@ class Federation:
             config = config.replace(model="custom")
         config, function = loss_function(config, loss)
         given, integers = data.Given(train, test, clients, server), models.takes_integers(config.model)
-        targets = TARGETS.get(config.loss)
+        targets = config_targets(config)
         config, samples = data.federated_data(config, seeds, given, integers=integers, targets=targets)
         return cls.of(config, samples, seeds, device, model, function)
 

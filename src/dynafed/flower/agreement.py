@@ -20,6 +20,7 @@ from dynafed.flower.link import Link
 from dynafed.flower.nodes import NodeDirectory
 from dynafed.flower.own_data import NodeClients, put_schema, schema_settings
 from dynafed.settings import plain
+from dynafed.tasks import config_targets
 
 log = logging.getLogger("dynafed")
 
@@ -79,7 +80,8 @@ def _collect(
     """Wait for the nodes and let them declare their samples; the config with the schema, and a client's mean size."""
     settings = config.section("data", DataSettings)
     integers = models.takes_integers(config.model)
-    labels = [label_array(y, f"data.{name}") for name, (_, y) in held.items()]
+    classes = config_targets(config) in (None, "classes")
+    labels = [label_array(y, f"data.{name}") for name, (_, y) in held.items()] if classes else []
     nodes: NodeDirectory[Declaration] = NodeDirectory(
         Link(lambda: grid), app_config, config.clients, read_declaration, message_type="query.declare"
     )
@@ -104,11 +106,12 @@ def _collect(
     nodes.wait(settled=settled)
     (schema,) = found
     log.info("samples are %s, %d classes", schema.shape, schema.classes)
-    return put_schema(config, schema_settings(schema)), _mean_size(nodes, settings), nodes.rejected
+    return put_schema(config, schema_settings(schema)), _mean_size(nodes, schema, settings), nodes.rejected
 
 
-def _mean_size(nodes: NodeDirectory[Declaration], settings: DataSettings) -> int:
-    """As in-process: of the clients that are read to find the classes; of the first one, if the classes are given."""
+def _mean_size(nodes: NodeDirectory[Declaration], schema: Schema, settings: DataSettings) -> int:
+    """As in one process: of the clients that are read to find the classes; else of the first one."""
     serving = sorted(nodes.serving().items())
     sizes = [size for _, node in serving for size in nodes.accepted[node].sizes]
-    return sizes[0] if settings.given_classes() is not None else sum(sizes) // len(sizes)
+    all_read = schema.targets == "classes" and settings.given_classes() is None
+    return sum(sizes) // len(sizes) if all_read else sizes[0]

@@ -21,6 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.config import Config
 from dynafed.data.spec import NODES
+from dynafed.engine.evaluation import evaluate_part
 from dynafed.engine.federation import Federation
 from dynafed.engine.files import checksum
 from dynafed.engine.local import local_update
@@ -70,6 +71,7 @@ def make_client_app(resolve: ResolveNode) -> ClientApp:
     app.query("declare")(_replies(_declare))
     app.query("setup")(handler(_setup))
     app.train()(handler(_train))
+    app.evaluate()(handler(_evaluate))
     return app
 
 
@@ -116,6 +118,11 @@ def _train(node: NodeSide, message: Message, context: Context) -> RecordDict:
     store.prune(requested, before=broadcast.round - 1 - side.config.checkpoint_every * side.config.keep_checkpoints)
     update, state = local_update(side, view, broadcast, store.load(requested), work)
     return wire.train_reply(update, store.save(broadcast.round, state))
+
+
+def _evaluate(node: NodeSide, message: Message, context: Context) -> RecordDict:
+    model, client = wire.read_evaluate_request(message.content)
+    return wire.evaluate_reply(evaluate_part(node.federation, model, "client", client, 0))
 
 
 def _from_config(context: Context, content: RecordDict) -> NodeSide:

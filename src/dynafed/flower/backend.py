@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from dynafed.engine.client_store import ClientStore, ReceiptStore
-from dynafed.engine.evaluation import evaluate
+from dynafed.engine.evaluation import Part, empty_tally, evaluate, evaluate_part, evaluation_parts, metrics
 from dynafed.engine.federation import Federation
 from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
@@ -22,7 +22,9 @@ from dynafed.flower import wire
 from dynafed.flower.app_config import AppConfig
 from dynafed.flower.link import Link, read_reply
 from dynafed.flower.nodes import NodeDirectory
+from dynafed.flower.own_data import NodeClients
 from dynafed.messages import Broadcast, Update
+from dynafed.tasks import Tally
 from dynafed.tree import Tree
 
 log = logging.getLogger("dynafed")
@@ -63,6 +65,8 @@ class FlowerBackend:
         )
         self.nodes.rejected |= refused or {}
         self.failed_attempts = 0
+        self.round = 0
+        """The one that is under way."""
 
     @property
     def grid(self) -> Grid:
@@ -79,8 +83,29 @@ class FlowerBackend:
         torch.set_num_threads(self.threads_before)
 
     def evaluate(self, model: Tree) -> dict[str, Any]:
-        """A model's metrics, computed in the server's process."""
-        return evaluate(self.federation, model)
+        """A model's metrics, computed in the server's process; on what only clients have, by their nodes."""
+        if not isinstance(self.federation.data, NodeClients):
+            return evaluate(self.federation, model)
+        parts = evaluation_parts(self.federation)
+        return metrics(self.federation, parts, self._tallies(parts, model))
+
+    def _tallies(self, parts: Sequence[Part], model: Tree) -> Iterator[Tally]:
+        """The parts' tallies, in their order; an empty one for a client that fails."""
+        for part in parts:
+            if part[0] == "split":
+                yield evaluate_part(self.federation, model, *part)
+        clients = [number for kind, number, _ in parts if kind == "client"]
+        expected = empty_tally(self.federation.problem)
+        records, failures = wire.evaluate_request(model), []
+        requests = {client: RecordDict(dict(records)) for client in clients}
+        for client, reply in self._exchange("evaluate", self.round, requests):
+            found = read_reply(reply, partial(wire.read_evaluate_reply, expected=expected))
+            if isinstance(found, str):
+                failures.append(f"client {client}: {found}")
+                log.warning("round %d, evaluation, %s", self.round, failures[-1])
+            if len(failures) == len(clients):
+                raise WorkerDied(f"no client could evaluate the model; the last one is {failures[-1]}")
+            yield expected if isinstance(found, str) else found
 
     def client_store(self, folder: Path, limit: int, listing: Mapping[int, tuple[int, str]] | None) -> ClientStore:
         """The clients' states, or receipts of them."""
@@ -104,7 +129,8 @@ class FlowerBackend:
         self, broadcast: Broadcast, cohort: Iterable[tuple[int, float]], load_state: Callable[[int], Tree]
     ) -> Iterator[tuple[Update, Tree]]:
         """Updates of the clients of `cohort` and receipts of their states, in that order, as they arrive."""
-        records, round_num = wire.pack_broadcast(broadcast), broadcast.round
+        records, self.round = wire.pack_broadcast(broadcast), broadcast.round
+        round_num = self.round
         requests = {client: wire.train_request(records, work, load_state(client)) for client, work in cohort}
         failures = []
         for client, reply in self._exchange("train", round_num, requests):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard, TypeVar
 
 import numpy as np
@@ -20,8 +20,9 @@ from dynafed.data.own import add_classes, make_layout
 from dynafed.data.readers import Raw
 from dynafed.data.schema import Schema, sample_tensor
 from dynafed.data.settings import DataSettings
-from dynafed.data.targets import label_array
+from dynafed.data.targets import label_array, number_targets, target_kind
 from dynafed.errors import UserError
+from dynafed.flower.wire import MAX_SAMPLES
 
 T = TypeVar("T")
 
@@ -31,8 +32,8 @@ MAX_DIMENSIONS, MAX_VALUES = 8, 2**28
 """Of one sample."""
 MAX_LABELS, MAX_LABEL_LENGTH = 10_000, 200
 """Different labels of a node, and characters of one."""
-MAX_CLIENTS, MAX_SAMPLES = 100_000, 2**40
-"""Clients of a node, and samples of one."""
+MAX_CLIENTS = 100_000
+"""Of a node."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,21 @@ class Declaration:
     shape: tuple[int, ...]
     dtype: str
     labels: np.ndarray
-    """Those that occur, as they are; each one once."""
+    """Those that occur, as they are, each one once; empty if there are no classes."""
     sizes: tuple[int, ...]
     """How many samples each of its clients has."""
+    targets: str = "classes"
+    """What is learned, as a `Schema` says it."""
+    outputs: int = 0
+    """How many labels or numbers a sample has, if there are no classes."""
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape)
+
+    @property
+    def learned(self) -> str:
+        """What is learned, in words."""
+        return "classes" if self.targets == "classes" else f"{self.outputs} {self.targets}"
 
     @property
     def texts(self) -> bool:
@@ -60,21 +70,31 @@ def describe(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} of shape {tuple(shape)}"
 
 
-def declare(raw: Mapping[str, Raw]) -> Declaration:
-    """What a node declares, given its clients' samples under a title for each; refused if they are nothing alike."""
-    kinds, labels, sizes = {}, [], []
+def declare(raw: Mapping[str, Raw], targets: str | None) -> Declaration:
+    """What a node declares, given its clients' samples under a title for each; refused if they are nothing alike.
+
+    Without `targets`, the samples tell what is learned.
+    """
+    kinds: dict[tuple[str, tuple[int, ...], str, int], str] = {}
+    labels, sizes = [np.empty(0, np.int64)], []
     for where, (x, y) in raw.items():
-        samples, found = sample_tensor(x, where), label_array(y, where)
+        samples, kind, outputs = sample_tensor(x, where), targets or target_kind(y), 0
+        if kind == "classes":
+            found = label_array(y, where)
+            labels.append(np.unique(found))
+        else:
+            found = number_targets(y, None, kind, where).numpy()
+            outputs = found.shape[1]
         if len(found) != len(samples):
             raise UserError(f"{where} has {len(found)} labels for {len(samples)} samples: give one label for each")
-        kinds[str(samples.dtype).removeprefix("torch."), tuple(samples.shape[1:])] = where
-        labels.append(np.unique(found))
+        kinds[str(samples.dtype).removeprefix("torch."), tuple(samples.shape[1:]), kind, outputs] = where
         sizes.append(len(samples))
     if len(kinds) > 1:
-        said = "; ".join(f"{where} has {describe(*kind)}" for kind, where in kinds.items())
+        said = "; ".join(f"{where} has {describe(*kind[:2])}" for kind, where in kinds.items())
         raise UserError(f"its clients' samples are nothing alike: {said}")
-    ((dtype, shape),) = kinds
-    return Declaration(shape, dtype, np.unique(np.concatenate(labels)), tuple(sizes))
+    ((dtype, shape, kind, outputs),) = kinds
+    distinct = np.unique(np.concatenate(labels[1:] or labels))
+    return Declaration(shape, dtype, distinct, tuple(sizes), kind, outputs)
 
 
 def write_declaration(declaration: Declaration) -> ConfigRecord:
@@ -85,6 +105,8 @@ def write_declaration(declaration: Declaration) -> ConfigRecord:
             "dtype": declaration.dtype,
             "labels": declaration.labels.tolist(),
             "sizes": list(declaration.sizes),
+            "targets": declaration.targets,
+            "outputs": declaration.outputs,
         }
     )
 
@@ -93,15 +115,20 @@ def read_declaration(content: RecordDict) -> Declaration:
     """The inverse of `write_declaration`; raises any exception if the node sent something else, or too much of it."""
     record = content.config_records["declaration"]
     shape, dtype, labels, sizes = (record[name] for name in ("shape", "dtype", "labels", "sizes"))
+    targets, outputs = record["targets"], record["outputs"]
     if not (_whole_numbers(shape, MAX_DIMENSIONS) and min(shape) > 0 and math.prod(shape) <= MAX_VALUES):
         raise UserError(f"its samples' shape is none that can be: {str(shape)[:100]}")
     if dtype not in DTYPES:
         raise UserError(f"its samples are of a type that can't be: {str(dtype)[:100]}")
-    if not (_whole_numbers(sizes, MAX_SAMPLES) and min(sizes) > 0 and max(sizes) <= MAX_SAMPLES):
+    if not (_whole_numbers(sizes, MAX_CLIENTS) and min(sizes) > 0 and max(sizes) <= MAX_SAMPLES):
         raise UserError("its numbers of samples can't be")
-    if not (_whole_numbers(labels, MAX_LABELS) or _texts(labels)):
-        raise UserError(f"its labels must be whole numbers or short texts, at most {MAX_LABELS} different ones")
-    return Declaration(tuple(shape), str(dtype), np.unique(np.array(labels)), tuple(sizes))
+    if targets == "classes":
+        if not (_whole_numbers(labels, MAX_LABELS) or _texts(labels)):
+            raise UserError(f"its labels must be whole numbers or short texts, at most {MAX_LABELS} different ones")
+        return Declaration(tuple(shape), str(dtype), np.unique(np.array(labels)), tuple(sizes))
+    if targets not in ("labels", "numbers") or type(outputs) is not int or not 0 < outputs <= MAX_LABELS:
+        raise UserError("what it has to learn can't be")
+    return Declaration(tuple(shape), str(dtype), np.empty(0), tuple(sizes), str(targets), outputs)
 
 
 def _whole_numbers(values: object, most: int) -> TypeGuard[list[int]]:
@@ -114,11 +141,11 @@ def _whole_numbers(values: object, most: int) -> TypeGuard[list[int]]:
 
 
 def _texts(values: object) -> TypeGuard[list[str]]:
-    """Whether it is a list of short texts, not too long and not empty."""
+    """Whether it is a list of short texts that can be printed, not too long and not empty."""
     return (
         isinstance(values, list)
         and 0 < len(values) <= MAX_LABELS
-        and all(isinstance(each, str) and len(each) <= MAX_LABEL_LENGTH for each in values)
+        and all(isinstance(each, str) and len(each) <= MAX_LABEL_LENGTH and each.isprintable() for each in values)
     )
 
 
@@ -139,6 +166,18 @@ def agree(
         if each.shape != shape or each.dtype not in fits_dtype
     }
     fitting = {node: each for node, each in declared.items() if node not in odd}
+    learned = _most_common(
+        [each.learned for each in fitting.values() or declared.values()], "they don't learn the same"
+    )
+    odd |= {
+        node: f"it has {each.learned} to learn, the others {learned}"
+        for node, each in fitting.items()
+        if each.learned != learned
+    }
+    fitting = {node: each for node, each in fitting.items() if node not in odd}
+    if learned != "classes":
+        one = next((each for each in fitting.values()), Declaration((), "", np.empty(0), (), "numbers", 1))
+        return replace(layout, targets=one.targets, classes=one.outputs, flat=one.outputs == 1), odd
     if not given.labels and fitting:
         texts = _most_common([each.texts for each in fitting.values()], "some labels are texts, some are numbers")
         kind = "texts" if texts else "whole numbers"

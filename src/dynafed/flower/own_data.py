@@ -24,6 +24,7 @@ from dynafed.flower.app_config import AppConfig, node_partition
 from dynafed.flower.declaration import Declaration, declare
 from dynafed.registry import Registry, required_arguments
 from dynafed.seeds import Seeds
+from dynafed.tasks import config_targets
 
 AGREED = "agreed"
 """The record of a request that says what was agreed on before round 1."""
@@ -47,7 +48,7 @@ class NodeClients(OwnClients):
         settings = config.section("data", DataSettings)
         everyone = [sources.get(client, partial(_elsewhere, client)) for client in range(config.clients)]
         memory = config.data_memory_mb * 2**20
-        return cls(everyone, (), _schema(settings), settings.table_columns(), splits, memory, mean_size=mean_size)
+        return cls(everyone, (), _schema(config), settings.table_columns(), splits, memory, mean_size=mean_size)
 
     def mean_client_size(self) -> int:
         """As the nodes declared it."""
@@ -62,9 +63,10 @@ def _elsewhere(client: int) -> None:
     raise UserError(f"the samples of client {client} are on a node of its own")
 
 
-def _schema(settings: DataSettings) -> Schema:
+def _schema(config: Config) -> Schema:
     """The schema that section `data` has once it is agreed on."""
-    given = settings.given_classes()
+    settings = config.section("data", DataSettings)
+    given, targets = settings.given_classes(), config_targets(config) or "classes"
     labels = tuple(given) if isinstance(given, Sequence) else ()
     return Schema(
         "nodes",
@@ -75,6 +77,8 @@ def _schema(settings: DataSettings) -> Schema:
         settings.std,
         tuple(map(str, labels)),
         labels,
+        targets,
+        flat=targets != "classes" and settings.classes == 1,
     )
 
 
@@ -85,6 +89,7 @@ def schema_settings(schema: Schema) -> dict[str, Any]:
         "dtype": str(schema.dtype).removeprefix("torch."),
         "classes": 0 if schema.labels else schema.classes,
         "labels": [str(label) for label in schema.labels],
+        "targets": schema.targets,
         "mean": list(schema.mean),
         "std": list(schema.std),
     }
@@ -106,7 +111,8 @@ def node_declaration(config: Config, app_config: AppConfig, context: Context) ->
     """What a node says about its samples."""
     columns = config.section("data", DataSettings).table_columns()
     titles = {client_title(client, ()): source for client, source in node_sources(config, app_config, context).items()}
-    return declare({where: read(source, columns, where) for where, source in titles.items()})
+    raw = {where: read(source, columns, where) for where, source in titles.items()}
+    return declare(raw, config_targets(config))
 
 
 def node_federation(config: Config, app_config: AppConfig, context: Context, content: RecordDict) -> Federation:

@@ -14,7 +14,11 @@ from dynafed.engine.client_store import EMPTY_CHECKSUM, LOST, read_receipt, rece
 from dynafed.errors import UserError
 from dynafed.flower.records import from_record, to_record
 from dynafed.messages import Broadcast, Update
+from dynafed.tasks import Tally
 from dynafed.tree import Tree
+
+MAX_SAMPLES = 2**40
+"""Of one client, at most."""
 
 BroadcastRecords = dict[str, ArrayRecord]
 
@@ -160,3 +164,42 @@ def setup_reply(tensors: Tree) -> RecordDict:
 def read_setup_reply(content: RecordDict) -> Tree:
     """The inverse of `setup_reply`."""
     return from_record(content.array_records["setup"])
+
+
+def evaluate_request(model: Tree) -> RecordDict:
+    """What one client needs to evaluate a model on what it holds out."""
+    return RecordDict({"model": to_record(model)})
+
+
+def read_evaluate_request(content: RecordDict) -> tuple[Tree, int]:
+    """The model and the client."""
+    return from_record(content.array_records["model"]), cast(int, content.config_records["task"]["client"])
+
+
+def evaluate_reply(tally: Tally) -> RecordDict:
+    """What a model does on a client's samples, in sums."""
+    confusion = {} if tally.confusion is None else {"confusion": tally.confusion}
+    sums = {name: float(value) for name, value in tally.sums.items()}
+    return RecordDict({"sums": MetricRecord({"samples": tally.samples, **sums}), "confusion": to_record(confusion)})
+
+
+def read_evaluate_reply(content: RecordDict, expected: Tally) -> Tally:
+    """The inverse of `evaluate_reply`; raises any exception for another form than that of `expected`, of no samples."""
+    sums = dict(content.metric_records["sums"])
+    samples = sums.pop("samples")
+    confusion = from_record(content.array_records["confusion"]).get("confusion")
+    if type(samples) is not int or not 0 <= samples <= MAX_SAMPLES:
+        raise ValueError("a number of samples that can't be")
+    if not samples:
+        return expected
+    if sums.keys() != expected.sums.keys() or not all(type(x) is float and math.isfinite(x) for x in sums.values()):
+        raise ValueError("sums that can't be")
+    if not 0 <= cast(float, sums.get("correct", 0.0)) <= samples:
+        raise ValueError("more right than there are samples")
+    if (confusion is None) != (expected.confusion is None):
+        raise ValueError("a table of classes where there should be none, or none where there should be one")
+    if confusion is not None and expected.confusion is not None:
+        alike = confusion.shape == expected.confusion.shape and confusion.dtype == expected.confusion.dtype
+        if not alike or confusion.min() < 0 or confusion.max() > samples or confusion.sum() != samples:
+            raise ValueError("a table of classes that can't be")
+    return Tally(samples, cast(dict[str, float], sums), confusion)

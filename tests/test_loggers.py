@@ -149,6 +149,7 @@ def test_a_resumed_run_is_the_same_one_and_rounds_before_are_there(name: str, tm
     changes = {"rounds": 3, "callbacks": [name]}
     dynafed.resume(path, changes=changes, train=TRAIN, test=TEST)
     before = (path / "loggers.json").read_text()
+    path = path.rename("moved")
     dynafed.resume(path, changes={"rounds": 4}, train=TRAIN, test=TEST)
     assert (path / "loggers.json").read_text() == before
     if name == "tensorboard":

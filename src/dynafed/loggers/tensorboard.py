@@ -32,7 +32,7 @@ class TensorBoard(RunLogger):
         folder = Path(self.folder or run.path / self.name)
         self.writer: Any = SummaryWriter(str(folder), purge_step=run.round + 1)
         self.log_table("config", ("key", "value"), [[key, f"`{value}`"] for key, value in config.items()])
-        return str(folder)
+        return str(folder.resolve()) if self.folder else self.name  # the run's folder may move
 
     def log_numbers(self, values: Mapping[str, float], round_num: int) -> None:
         """Add a round to curves."""

@@ -56,7 +56,12 @@ def test_a_run_is_running_while_it_holds_its_lock(make_run: MakeRun) -> None:
         assert watcher.look(NOW_SECONDS)[0].state == "stopped"  # its lock was seen before: it decides
     assert look(aged(path, ("metrics.jsonl", FRESH - 1))).state == "running"
     assert look(aged(path, ("metrics.jsonl", FRESH + 1))).state == "stopped"
-    assert look(make_run("done")).state == "done"
+    done = aged(make_run("done"))
+    assert look(done).state == "done"
+    aged(make_run("done", planned=40))  # resumed for more rounds: what it had found before is still there
+    assert look(done).state == "stopped"
+    (done / "summary.json").write_text('{"stopped": "target reached"}')
+    assert look(aged(done)).state == "done"
 
 
 def test_time_left_is_that_of_the_rounds_left(make_run: MakeRun) -> None:

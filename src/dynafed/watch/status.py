@@ -42,9 +42,7 @@ class Status:
     @property
     def rounds(self) -> tuple[int, int]:
         """(done, planned)."""
-        done = int(self.run.rounds[-1]["round"]) if self.run.rounds else 0
-        planned = self.run.config.get("rounds")
-        return done, planned if isinstance(planned, int) and planned > 0 else max(1, done)
+        return rounds_of(self.run)
 
 
 class Watcher:
@@ -86,15 +84,9 @@ class Watcher:
         place = list(self._known).index(path)
         changed = {name: nanoseconds / 1e9 for name, nanoseconds, _ in stamp}
         last = max(changed.values())
-        if run.finished:
-            return Status(run, "done", last, place, losses=losses, pictures=pictures)
-        if is_locked(path):
-            self._locked.add(path)
-            running = True
-        else:
-            running = path not in self._locked and now - last < FRESH
-        if not running:
-            return Status(run, "stopped", last, place, losses=losses, pictures=pictures)
+        state = self._state(run, now - last)
+        if state != "running":
+            return Status(run, state, last, place, losses=losses, pictures=pictures)
         synthesizing = changed.get("synthesis.jsonl", 0) > changed.get("metrics.jsonl", 0)
         total = run.config.get("dynafed.iterations")
         iterations = None
@@ -103,6 +95,16 @@ class Watcher:
         ahead = _synthesis_ahead(run) and iterations is None
         left = self._seconds_left(run, iterations, now - changed.get("metrics.jsonl", now), now)
         return Status(run, "running", last, place, left, iterations, ahead, losses, pictures)
+
+    def _state(self, run: Run, quiet: float) -> str:
+        """A run's state, `quiet` seconds after its files last changed."""
+        if is_locked(run.path):
+            self._locked.add(run.path)
+            return "running"
+        done, planned = rounds_of(run)
+        if run.finished and (done >= planned or (run.summary or {}).get("stopped")):  # else it was resumed for more
+            return "done"
+        return "running" if run.path not in self._locked and quiet < FRESH else "stopped"
 
     def _seconds_left(self, run: Run, iterations: tuple[int, int] | None, since: float, now: float) -> float | None:
         seconds = run.values("seconds")[-5:]
@@ -118,6 +120,13 @@ class Watcher:
         if done <= first:
             return None
         return left + (total - done) * (now - began) / (done - first)
+
+
+def rounds_of(run: Run) -> tuple[int, int]:
+    """(done, planned)."""
+    done = int(run.rounds[-1]["round"]) if run.rounds else 0
+    planned = run.config.get("rounds")
+    return done, planned if isinstance(planned, int) and planned > 0 else max(1, done)
 
 
 def _synthesis_ahead(run: Run) -> bool:

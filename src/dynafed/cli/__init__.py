@@ -8,11 +8,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dynafed.cli import completion, config, data, listings, report, reproduce, runs, suggest, synthesize, train, watch
+from dynafed.cli import (
+    audit,
+    completion,
+    config,
+    data,
+    listings,
+    report,
+    reproduce,
+    runs,
+    suggest,
+    synthesize,
+    train,
+    watch,
+)
 from dynafed.cli.common import log_to_stderr
 from dynafed.errors import RunFailed, UserError
 
-GROUPS = (train, synthesize, report, runs, watch, reproduce, suggest, config, listings, data, completion)
+GROUPS = (train, synthesize, report, audit, runs, watch, reproduce, suggest, config, listings, data, completion)
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
 
 

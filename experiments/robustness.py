@@ -1,0 +1,102 @@
+"""Which average stands which attack, with and without DynaFed and the running mean.
+
+    python experiments/robustness.py runs/robustness experiments/results/robustness.json
+
+The demo's problem (fmnist-mini, MLP, 20 clients, 8 a round) with 30 rounds. Every cell is an ordinary run folder:
+stopped, the script goes on where it was, and the JSON is written after each run. What matters most comes first. Robust
+averages assume that up to a quarter of the clients is wrong. The server's check of update norms is on, as by default.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dynafed import Config
+from dynafed.engine.grid import Cell, run_cells
+from dynafed.engine.summary import read_metrics
+
+AVERAGES = ("fedavg", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "norm-clipping")
+WITH_DYNAFED = ("fedavg", "median")
+ASSUMED = 0.25
+LAST = 5
+BASE: dict[str, Any] = {
+    "rounds": 30,
+    "workers": 1,
+    "dynafed.evidence": False,
+    **{f"{name}.share": ASSUMED for name in ("trimmed-mean", "krum", "multi-krum")},
+}
+ALL = (1, 30)
+TRAJECTORY = (1, 15)
+DISTRUSTING = {"dynafed.outlier_steps": 4.0, "dynafed.max_matching_loss": 0.99}
+STUDIES: list[tuple[float, str, float, tuple[int, int], tuple[str, ...], int]] = [
+    # alpha, kind, share, rounds, averages, seed
+    (0.1, "none", 0.0, ALL, AVERAGES, 0),
+    (0.1, "sign-flip", 0.2, ALL, AVERAGES, 0),
+    *[(0.1, kind, 0.2, ALL, AVERAGES, 0) for kind in ("little-is-enough", "label-flip", "backdoor")],
+    *[(0.1, kind, 0.2, ALL, AVERAGES, 0) for kind in ("scaled", "gaussian", "stale", "huge", "nan")],
+    *[(0.1, "sign-flip", share, ALL, AVERAGES, 0) for share in (0.1, 0.3)],
+    (100.0, "none", 0.0, ALL, AVERAGES, 0),
+    *[(100.0, kind, 0.2, ALL, AVERAGES, 0) for kind in ("sign-flip", "little-is-enough")],
+    *[(0.1, "sign-flip", 0.3, rounds, ("fedavg",), 0) for rounds in ((5, 8), TRAJECTORY)],
+    *[(0.1, kind, 0.2, ALL, WITH_DYNAFED, seed) for seed in (1, 2) for kind in ("none", "sign-flip")],
+]
+
+
+def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
+    """Every run, with what tells it from the others."""
+    for alpha, kind, share, rounds, averages, seed in STUDIES:
+        for average in averages:
+            variants = ["", "+dynafed"] if average in WITH_DYNAFED else [""]
+            for steps in [*variants, *(["+distrusting dynafed"] if rounds != ALL or average == "fedavg" else [])]:
+                row = {"alpha": alpha, "kind": kind, "share": share, "rounds": list(rounds), "seed": seed}
+                row |= {"average": average, "dynafed": steps.removeprefix("+")}
+                attack = {"attack.kind": kind, "attack.share": share, "attack.rounds": list(rounds)}
+                config = Config.load(
+                    "demo",
+                    BASE
+                    | (attack if share else {})
+                    | (DISTRUSTING if "distrusting" in steps else {})
+                    | {"method": f"{average}{steps.replace('distrusting ', '')}+average"}
+                    | {"alpha": alpha, "seed": seed},
+                )
+                when = f"{rounds[1]}" if rounds[0] == 1 else f"{rounds[0]}-{rounds[1]}"
+                name = f"{kind}-{share}-{when}-alpha-{alpha}-{average}{steps}-seed-{seed}"
+                yield row, Cell(name, config, folder / name)
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """Accuracies of the model and of its running mean, over the last rounds, and what the synthesis said."""
+    records = read_metrics(path)
+    last = records[-LAST:]
+    found = {
+        "model": statistics.fmean(record["accuracy_raw"] for record in last),
+        "mean": statistics.fmean(record["accuracy"] for record in last),
+        "rejected": sum(len(record["rejected"]) for record in records),
+    }
+    if "attack_success" in last[0]:
+        found["attack_success"] = statistics.fmean(record["attack_success"] for record in last)
+    losses = [record["matching_loss"] for record in records if "matching_loss" in record]
+    refused = [record["round"] for record in records if "synthesis_refused" in record]
+    return (
+        found | ({"matching_loss": losses[0]} if losses else {}) | ({"refused_in_rounds": refused} if refused else {})
+    )
+
+
+def main(folder: Path, out: Path) -> None:
+    """Run what isn't done; print and write every row as soon as it is there."""
+    planned = {cell.path: (row, cell) for row, cell in cells(folder)}
+    rows = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for cell, _ in run_cells([cell for _, cell in planned.values()]):
+        rows.append(planned[cell.path][0] | measured(cell.path))
+        print(json.dumps(rows[-1]), flush=True)
+        out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

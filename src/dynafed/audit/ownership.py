@@ -1,0 +1,102 @@
+"""Which client has which class? The server knows who took part, and sees only global models."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynafed.audit.finding import Finding
+from dynafed.audit.statistics import Array, auc
+from dynafed.audit.subject import Subject, replay, with_data
+from dynafed.callbacks import Record
+from dynafed.engine.checkpoint import RunState
+from dynafed.tree import Tree
+
+ROUNDS = 20
+"""Rounds that are looked at, at most: about as many as DynaFed records."""
+PRESENT = 0.05
+"""A client has a class if so large a share of its samples is of it."""
+RIDGE = 1e-2
+RESAMPLES = 500
+
+
+def check_ownership(subject: Subject) -> Finding:
+    """Regress the movement of the last layer's biases on who took part."""
+    tested = (
+        "In each of the first rounds the server knows who took part and how the last layer's biases moved. A "
+        "regression of the one on the other says which client pulls towards which class. It sees global models only, "
+        "as with secure aggregation; a server that sees single updates can read classes off directly."
+    )
+    not_proved = "More rounds, or the other layers, may tell more. D_syn has no client's name on it."
+    name = _bias(subject)
+    if name is None:
+        return Finding("Classes of clients", tested, "The network has no bias for each class.", not_proved, None)
+    counts = np.array([subject.split.class_counts(client) for client in range(subject.split.num_clients())], float)
+    rounds = min(ROUNDS, subject.federation.config.rounds)
+    models: list[Tree] = [subject.federation.problem.initial_model()]
+    taking_part: list[list[int]] = []
+
+    def note(state: RunState, record: Record) -> None:
+        models.append(state.model)
+        taking_part.append(record["clients"])
+
+    replay(with_data(subject, subject.split), rounds, "replaying the first rounds", note)
+    biases = np.array([model[name].double().numpy() for model in models])
+    scores = _guess(np.diff(biases, axis=0), taking_part, len(counts))
+    present = counts / np.maximum(1, counts.sum(1, keepdims=True)) >= PRESENT
+    seen = np.array([any(client in clients for clients in taking_part) for client in range(len(counts))])
+    scores, present = scores[seen], present[seen]
+    if not present.any() or present.all():
+        return Finding("Classes of clients", tested, "Every client has every class.", not_proved, None)
+    rng = subject.seeds.rng("audit", "ownership")
+    value = auc(scores[present], scores[~present])
+    drawn = []
+    for _ in range(RESAMPLES):
+        rows = rng.integers(len(scores), size=len(scores))
+        if present[rows].any() and not present[rows].all():
+            drawn.append(auc(scores[rows][present[rows]], scores[rows][~present[rows]]))
+    low, high = (float(edge) for edge in np.quantile(drawn, [0.025, 0.975]))
+    found = (
+        f"Of a class that a client has and one that it lacks, the regression tells which is which in "
+        f"{100 * value:.0f} % of the cases [{100 * low:.0f}, {100 * high:.0f}], over {rounds} rounds; guessing is "
+        "right in 50 %."
+    )
+    numbers: dict[str, object] = {"auc": [value, low, high], "rounds": rounds}
+    if subject.synthetic is not None:
+        mass = subject.synthetic.labels.mean(0).numpy()
+        numbers["d_syn_correlation_with_all_classes"] = _correlation(mass, counts.sum(0))
+    table = {
+        "columns": ["client", "its classes", "guessed first"],
+        "rows": [
+            [
+                int(client),
+                ", ".join(map(str, np.flatnonzero(has))),
+                ", ".join(map(str, np.argsort(-score)[: max(1, has.sum())])),
+            ]
+            for client, has, score in zip(np.flatnonzero(seen)[:30], present, scores, strict=False)
+        ],
+    }
+    return Finding(
+        "Classes of clients", tested, found, not_proved, low > 0.5, numbers, [{"kind": "table", "data": table}]
+    )
+
+
+def _bias(subject: Subject) -> str | None:
+    """The bias of the layer that gives the logits."""
+    problem = subject.federation.problem
+    shapes = {name: tuple(problem.model.get_parameter(name).shape) for name in problem.trainable}
+    return next((name for name in reversed(list(shapes)) if shapes[name] == (problem.classes,)), None)
+
+
+def _guess(moves: Array, taking_part: list[list[int]], clients: int) -> Array:
+    """For each client and class, how much the client's presence moves the class's bias."""
+    presence = np.zeros((len(moves), clients))
+    for row, present in zip(presence, taking_part, strict=True):
+        row[present] = 1 / max(1, len(present))
+    centered = moves - moves.mean(0)
+    gram = presence.T @ presence + RIDGE * np.eye(clients)
+    scores: Array = np.linalg.solve(gram, presence.T @ centered)
+    return scores
+
+
+def _correlation(one: Array, other: Array) -> float | None:
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else None

@@ -1,0 +1,176 @@
+"""The run that is audited, and runs like it with other data."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dynafed import data, tree
+from dynafed.callbacks import Record
+from dynafed.config import Config
+from dynafed.data.federated import SplitDataset
+from dynafed.engine import checkpoint
+from dynafed.engine.checkpoint import RunState
+from dynafed.engine.federation import Federation, sample_clients
+from dynafed.engine.processes import ProcessBackend
+from dynafed.engine.run import one_round
+from dynafed.engine.server import server_broadcast, server_update
+from dynafed.errors import UserError
+from dynafed.methods import ServerRuntime
+from dynafed.seeds import Seeds
+from dynafed.stages import stage
+from dynafed.synthesis.refine import train_on
+from dynafed.synthesis.synthetic import SyntheticData
+from dynafed.tree import Tree
+
+SCRATCH = ("adam", 1e-3, 300)
+"""How a network is trained on D_syn alone: optimizer, rate, steps."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A finished run with what its server and clients had; the auditor knows everything."""
+
+    path: Path
+    federation: Federation
+    state: RunState
+    before: Tree
+    """The global model before one more round."""
+    average: Tree
+    """The average of that round's updates, before any refinement."""
+    refined: Tree
+    """The model that the server made of it."""
+    synthetic: SyntheticData | None
+
+    @property
+    def split(self) -> SplitDataset:
+        """Its data."""
+        assert isinstance(self.federation.data, SplitDataset)
+        return self.federation.data
+
+    @property
+    def seeds(self) -> Seeds:
+        """The run's seeds; the audit has purposes of its own."""
+        return self.federation.problem.seeds
+
+    def models(self) -> dict[str, Tree]:
+        """What an attacker may hold, by name."""
+        found = {"the average": self.average}
+        if self.refined is not self.average:
+            found["the refined model"] = self.refined
+        if self.synthetic is not None:
+            found["a network trained on D_syn alone"] = train_alone(self.federation, self.synthetic)
+        return found
+
+    def members(self, count: int, purpose: str) -> np.ndarray:
+        """Some rows of the training split that clients hold."""
+        held = self.split.partition.indices
+        return np.sort(self.seeds.rng("audit", purpose).choice(held, min(count, len(held)), replace=False))
+
+    def training(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Rows of the training split, as the network takes them."""
+        dataset, index = self.split.dataset, torch.from_numpy(rows)
+        return dataset.schema.to_input((dataset.train_x[index], dataset.train_y[index]), self.federation.problem.device)
+
+    def held_out(self, rows: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """The test split, or rows of it."""
+        dataset = self.split.dataset
+        index = slice(None) if rows is None else torch.from_numpy(rows)
+        return dataset.schema.to_input((dataset.test_x[index], dataset.test_y[index]), self.federation.problem.device)
+
+    def losses(self, model: Tree, x: Tensor, y: Tensor) -> np.ndarray:
+        """The loss of each sample."""
+        logits = self.federation.problem.predict(model, x)
+        return F.cross_entropy(logits, y, reduction="none").double().cpu().numpy()
+
+
+def load_subject(path: str | Path) -> Subject:
+    """A run by its folder; its data must come from its config."""
+    path = Path(path)
+    if not (path / "config.toml").is_file():
+        raise UserError(f"{path} holds no run: it has no config.toml")
+    federation = Federation.create(Config.load(path / "config.toml").replace(workers=1, watch=[]))
+    if not isinstance(federation.data, SplitDataset):
+        raise UserError(
+            f"{path} can't be audited: its clients bring their own data, and the audit needs a whole dataset"
+        )
+    backend = ProcessBackend(federation)
+    with tempfile.TemporaryDirectory() as folder:
+        state = checkpoint.load(path, federation, backend)
+        if not state.round:
+            raise UserError(f"{path} has no checkpoint: it can't be audited")
+        before, average, refined = _next_round(federation, state, backend, Path(folder))
+    file = path / "synthetic.safetensors"
+    schema = federation.schema
+    synthetic = SyntheticData.load(file, schema.shape, schema.classes) if file.is_file() else None
+    return Subject(path, federation, state, before, average, refined, synthetic)
+
+
+def _next_round(
+    federation: Federation, state: RunState, backend: ProcessBackend, folder: Path
+) -> tuple[Tree, Tree, Tree]:
+    side, number = federation.server_side, state.round + 1
+    broadcast = server_broadcast(side, number, state.model, state.server)
+    with backend:
+        trained = backend.train(broadcast, sample_clients(federation, number).working, state.clients.load)
+        outcome = server_update(side, broadcast, state.server, (update for update, _ in trained), ServerRuntime())
+    return state.model, outcome.average, outcome.model
+
+
+def replay(
+    federation: Federation,
+    rounds: int,
+    what: str,
+    on_round: Callable[[RunState, Record], None] = lambda state, record: None,
+) -> RunState:
+    """The first rounds of a federation, in a folder that goes."""
+    backend = ProcessBackend(federation)
+    with tempfile.TemporaryDirectory() as folder, backend:
+        state = RunState.initial(federation, backend, Path(folder))
+        for number in range(rounds):
+            stage(what, number, rounds)
+            state, record = one_round(federation, state, backend, ServerRuntime())
+            on_round(state, record)
+    return state
+
+
+def with_data(subject: Subject, samples: SplitDataset, seed: int | None = None, **changes: object) -> Federation:
+    """The same federation with other data."""
+    config = subject.federation.config
+    changes = {"eval_every": config.rounds, "kernels": "auto", **changes}
+    if seed is not None:
+        changes["seed"] = seed
+    config = config.replace(**changes)
+    return Federation.of(config, samples, Seeds(config.seed), subject.federation.problem.device)
+
+
+def repartitioned(subject: Subject, x: Tensor, y: Tensor, rows: np.ndarray, seed: int) -> SplitDataset:
+    """These rows of a larger training split, divided as the config says, by another seed."""
+    config, split = subject.federation.config, subject.split
+    dataset = dataclasses.replace(split.dataset, train_x=x, train_y=y)
+    shares = data.make_partition(
+        config.partition if config.partition != "custom" else "dirichlet-balanced",
+        y.numpy()[rows],
+        split.num_clients(),
+        alpha=config.alpha,
+        classes_per_client=config.classes_per_client,
+        min_samples=config.min_samples,
+        rng=Seeds(seed).rng("partition"),
+    )
+    return dataclasses.replace(split, dataset=dataset, partition=data.Partition(rows[shares.indices], shares.offsets))
+
+
+def train_alone(federation: Federation, synthetic: SyntheticData) -> Tree:
+    """The weights of the initial network after training on D_syn alone."""
+    optimizer, rate, steps = SCRATCH
+    problem = federation.problem
+    start = tree.to(problem.initial_model(), problem.device)
+    return train_on(problem.network, start, synthetic, optimizer, rate, steps, rng=problem.seeds.rng("audit-scratch"))

@@ -1,0 +1,95 @@
+"""The audit: its statistics by hand, what it finds where there is something to find, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems import run_tiny, tiny
+
+import dynafed
+from dynafed import UserError
+from dynafed.audit import audit, inversion, neighbors, subject
+from dynafed.audit.neighbors import nearness
+from dynafed.audit.ownership import _guess
+from dynafed.audit.statistics import auc, p_value, true_positive_rate, with_interval
+from dynafed.cli import main
+
+
+def test_rates_by_hand() -> None:
+    ones, others = np.array([1.0, 2.0, 3.0]), np.array([0.0, 2.0])
+    assert auc(ones, others) == pytest.approx((1 + 1.5 + 2) / 6)
+    assert true_positive_rate(np.array([0.5, 1.5, 2.5]), np.arange(200) / 100) == pytest.approx(1 / 3)
+    assert p_value(1.0, [0.0, 1.0, 2.0]) == 3 / 4
+    rng = np.random.default_rng(0)
+    estimate = with_interval(auc, rng.normal(1, 1, 300), rng.normal(0, 1, 300), rng)
+    assert estimate.low < 0.76 < estimate.high  # the exact value is Phi(1 / sqrt 2)
+    assert estimate.high - estimate.low < 0.12
+
+
+def test_copies_are_found_and_fresh_samples_are_not() -> None:
+    rng = np.random.default_rng(1)
+    members, others, fresh = (torch.from_numpy(rng.normal(size=(60, 20))) for _ in range(3))
+    labels = torch.arange(60) % 3
+    copies = members + 0.1 * torch.from_numpy(rng.normal(size=(60, 20)))
+    found = nearness(copies, labels, (members, labels), (others, labels), rng)
+    nothing = nearness(fresh, labels, (members, labels), (others, labels), rng)
+    assert found is not None
+    assert nothing is not None
+    assert found.p < 0.01
+    assert found.difference.low > 0
+    assert nothing.p > 0.05
+    assert nearness(fresh[:1], labels[:1], (members[:1], labels[:1]), (others, labels), rng) is None
+
+
+def test_who_pulls_where_is_found_by_regression() -> None:
+    rng = np.random.default_rng(2)
+    pulls = rng.normal(size=(6, 4))
+    cohorts = [sorted(rng.choice(6, 3, replace=False).tolist()) for _ in range(30)]
+    moves = np.array([pulls[cohort].mean(0) for cohort in cohorts])
+    scores = _guess(moves, cohorts, 6)
+    assert np.corrcoef(scores.ravel(), (pulls - pulls.mean(0)).ravel())[0, 1] > 0.95
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    small = {"dynafed.trajectory": 3, "dynafed.segment": 1, "dynafed.targets": [1], "dynafed.samples": 20}
+    small |= {"dynafed.iterations": 5, "dynafed.inner_steps": 2, "dynafed.finetune_steps": 2, "dynafed.inner_lr": 0.1}
+    config = tiny(dataset="digits", method="dynafed", rounds=5, optimizer="sgd", lr=0.1, **small)
+    return dynafed.run(config, out=tmp_path_factory.mktemp("audit") / "run").path
+
+
+def test_everything_on_a_small_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inversion, "ITERATIONS", 5)
+    monkeypatch.setattr(neighbors, "PERMUTATIONS", 20)
+    monkeypatch.setattr(subject, "SCRATCH", ("adam", 1e-3, 5))
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert main(["audit", str(run), "--shadows", "2", "--canaries", "4", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers == json.loads((run / "audit.json").read_text())
+    findings = numbers["findings"]
+    assert list(findings) == ["Nearest neighbors", "Membership", "Classes of clients", "Gradient inversion", "Canaries"]
+    for name in ("loss of the average", "loss of the refined model", "loss of a network trained on D_syn alone"):
+        value, low, high = findings["Membership"][name]["auc"]
+        assert 0 <= low <= value <= high <= 1
+    assert "likelihood ratio, the final model" in findings["Membership"]
+    assert findings["Classes of clients"]["auc"][0] > 0.6
+    page = (run / "audit.html").read_text()
+    for words in ("What dynafed on digits gives away", "Not proved.", "so nothing is promised", "data:image/png"):
+        assert words in page
+    assert all(file.read_bytes() == content for file, content in before.items())
+    again = audit(run, shadows=0, canaries=0)
+    assert again.numbers["findings"]["Nearest neighbors"] == findings["Nearest neighbors"]
+    assert len(again.findings) == 4
+
+
+def test_what_can_t_be_audited_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        audit(tmp_path)
+    with pytest.raises(UserError, match="pass train= and test="):
+        audit(run_tiny(tmp_path / "r", rounds=1).path)

@@ -102,16 +102,15 @@ class MetricsWriter(Callback):
 
     def on_run_begin(self, run: RunContext) -> None:
         """Write the rounds before a resume again: a line that was cut off by a crash goes."""
-        from dynafed.engine.files import to_line, write_bytes
+        from dynafed.engine.summary import write_metrics
 
-        self.file = run.path / "metrics.jsonl"
-        write_bytes(self.file, "".join(to_line(record) + "\n" for record in run.history).encode())
+        write_metrics(run.path, run.history)
 
     def on_round_end(self, run: RunContext, record: Record) -> None:
         """Append a line."""
         from dynafed.engine.files import append_line, to_line
 
-        append_line(self.file, to_line(record))
+        append_line(run.path / "metrics.jsonl", to_line(record))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -115,6 +116,31 @@ def digest(tree: Mapping[str, Tensor]) -> str:
 def pack(tree: Mapping[str, Tensor]) -> bytes:
     """The tree as safetensors bytes."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in tree.items()})
+
+
+def seal(tree: Mapping[str, Tensor], notes: Mapping[str, str]) -> bytes:
+    """The tree as safetensors bytes whose header has these notes and a checksum of both."""
+    plain = {name: tensor.contiguous() for name, tensor in tree.items()}
+    return safetensors.torch.save(plain, {**notes, CHECKSUM: _seal_digest(plain, notes)})
+
+
+def unseal(blob: bytes) -> tuple[Tree, dict[str, str]]:
+    """The inverse of `seal`; raises `ValueError` if anything was changed. Files without a checksum are older."""
+    tree, length = unpack(blob), int.from_bytes(blob[:8], "little")
+    notes: dict[str, str] = json.loads(blob[8 : 8 + length]).get("__metadata__", {})
+    checksum = notes.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _seal_digest(tree, notes):
+        raise ValueError("its checksum says that it was changed")
+    return tree, notes
+
+
+CHECKSUM = "checksum"
+"""The note that holds it."""
+
+
+def _seal_digest(tree: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
+    text = json.dumps(dict(sorted(notes.items())))
+    return hashlib.blake2b(f"{digest(tree)}{text}".encode(), digest_size=16).hexdigest()
 
 
 def unpack(blob: bytes) -> Tree:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -252,12 +253,29 @@ def test_what_was_compiled_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch,
     assert made.stat().st_mtime_ns == written
     damaged = tmp_path / "other" / "dynafed" / made.name
     damaged.parent.mkdir(parents=True, mode=0o700)
-    damaged.write_bytes(b"damaged")
+    damaged.write_bytes(made.read_bytes()[:-5000])  # to load it would end the process
     damaged.chmod(0o600)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     build.library.cache_clear()
     assert build.library() is not None
     assert damaged.stat().st_size == made.stat().st_size
+
+
+def test_a_compiler_that_hangs_ends_with_its_children(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging, pid = tmp_path / "c++", tmp_path / "pid"
+    hanging.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\nsleep 1000 & echo $! > {pid}; wait\n")
+    hanging.chmod(0o700)
+    monkeypatch.setenv("CXX", str(hanging))
+    monkeypatch.setattr(build, "TIMEOUT", 1)
+    assert build.library() is None
+    assert not list(cache.glob("*"))
+    child = Path("/proc") / pid.read_text().strip()
+    give_up = time.monotonic() + 10
+    while child.exists() and "(zombie)" not in (child / "status").read_text() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not child.exists() or "(zombie)" in (child / "status").read_text()
 
 
 @needs_compiler

@@ -20,12 +20,13 @@ from dynafed.cli import (
     suggest,
     synthesize,
     train,
+    verify,
     watch,
 )
 from dynafed.cli.common import log_to_stderr
 from dynafed.errors import RunFailed, UserError
 
-GROUPS = (train, synthesize, report, audit, runs, watch, reproduce, suggest, config, listings, data, completion)
+GROUPS = (train, synthesize, report, audit, runs, verify, watch, reproduce, suggest, config, listings, data, completion)
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
 
 

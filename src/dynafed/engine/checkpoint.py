@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dynafed import tree
+from dynafed.config import Config
 from dynafed.engine.backend import Backend
 from dynafed.engine.client_store import ClientStore, Listing
 from dynafed.engine.federation import Federation
@@ -37,6 +39,8 @@ class RunState:
     """What is evaluated and served in the model's place, such as a running mean; None if it is the model itself."""
     norms: Tree = field(default_factory=dict)
     """How large the updates of the last rounds were; see `engine.guard`."""
+    metrics: str = ""
+    """The digest of all lines of metrics.jsonl so far."""
 
     @property
     def final_model(self) -> Tree:
@@ -55,34 +59,37 @@ class RunState:
 def save(path: Path, federation: Federation, state: RunState) -> Path:
     """Write a checkpoint and delete those that are too old; returns its folder."""
     final = path / "checkpoint" / f"round-{state.round:06d}"
-    if read_body(final):
+    before = read_body(final)
+    if before and before.get("metrics") == state.metrics:
         return final
-    body = {
+    content = {
         "round": state.round,
         "fingerprint": federation.fingerprint,
+        "config": _binding(federation.config),
+        "metrics": state.metrics,
         "clients": state.clients.write_listing(),
     }
     parts = {"model": state.model, "server": tree.nest(state.server), "norms": state.norms}
     if state.served is not None:
         parts["served"] = state.served
     tensors = tree.pack(tree.nest(parts))
-    text = json.dumps(body | {"tensors": checksum(tensors)})
+    text = json.dumps(content | {"tensors": checksum(tensors)})
     outer = json.dumps({"checksum": checksum(text.encode()), "state": text})
     write_folder(final, {"state.safetensors": tensors, "state.json": outer.encode()})
     kept: list[Listing] = []
-    for folder in _found(path):
-        found = read_body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
-        if found is None:
+    for folder in found(path):
+        body = read_body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
+        if body is None:
             remove(folder)
         else:
-            kept.append(_listing(found))
+            kept.append(listing(body))
     state.clients.prune(kept)
     return final
 
 
 def load(path: Path, federation: Federation, backend: Backend) -> RunState:
     """The newest checkpoint that is whole; the state before round 1 if there is none."""
-    for folder in _found(path):
+    for folder in found(path):
         body = read_body(folder)
         if body is None:
             log.warning("%s is damaged; trying the one before", folder.name)
@@ -91,18 +98,43 @@ def load(path: Path, federation: Federation, backend: Backend) -> RunState:
             raise UserError(
                 f"{path} was run with other data, another split or another network: it can't be resumed with these"
             )
-        clients = _client_store(path, federation, backend, _listing(body))
+        for change in changed_keys(body.get("config", {}), _binding(federation.config)):
+            raise UserError(f"{path / 'config.toml'}: {change}; set it back, or start a new run")
+        clients = _client_store(path, federation, backend, listing(body))
         if file := clients.find_damaged():
             log.warning("%s misses a sound %s; trying the one before", folder.name, file)
             continue
         parts = read_parts(folder)
         states = tree.unnest(parts.get("server", {}))
         server = {step.name: states.get(step.name, {}) for step in federation.methods.steps}
-        return RunState(body["round"], parts["model"], server, clients, parts.get("served"), parts.get("norms", {}))
+        return RunState(
+            round=body["round"],
+            model=parts["model"],
+            server=server,
+            clients=clients,
+            served=parts.get("served"),
+            norms=parts.get("norms", {}),
+            metrics=body.get("metrics", ""),
+        )
     return RunState.initial(federation, backend, path)
 
 
-def _found(path: Path) -> list[Path]:
+def _binding(config: Config) -> dict[str, Any]:
+    """What a checkpoint's run must still be when it is resumed; there may be more rounds."""
+    plain: dict[str, Any] = json.loads(json.dumps(config.deciding()))
+    return {key: value for key, value in plain.items() if key != "rounds"}
+
+
+def changed_keys(before: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """The keys of a checkpoint's config, `before`, that have other values now, a sentence each."""
+    return [
+        f"{key} is {values.get(key)!r}, and the checkpoint was made with {value!r}"
+        for key, value in before.items()
+        if json.loads(json.dumps(values.get(key))) != value
+    ]
+
+
+def found(path: Path) -> list[Path]:
     """The checkpoints' folders, newest first."""
     return sorted((path / "checkpoint").glob("round-*"), reverse=True)
 
@@ -125,12 +157,13 @@ def read_parts(folder: Path) -> dict[str, Tree]:
     return tree.unnest(tree.unpack((folder / "state.safetensors").read_bytes()))
 
 
-def _listing(body: dict[str, Any]) -> Listing:
+def listing(body: dict[str, Any]) -> Listing:
+    """The clients' states that a checkpoint needs."""
     return {int(client): (made, digest) for client, (made, digest) in body["clients"].items()}
 
 
-def _client_store(path: Path, federation: Federation, backend: Backend, listing: Listing | None = None) -> ClientStore:
-    return backend.client_store(client_folder(path), federation.config.client_memory_mb * 2**20, listing)
+def _client_store(path: Path, federation: Federation, backend: Backend, needed: Listing | None = None) -> ClientStore:
+    return backend.client_store(client_folder(path), federation.config.client_memory_mb * 2**20, needed)
 
 
 def client_folder(path: Path) -> Path:

@@ -24,11 +24,21 @@ from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS, Backend, BackendFactory
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.federation import Federation, sample_clients
-from dynafed.engine.files import lock_folder, make_folder, new_folder, resume_command, to_line, write_bytes, write_json
+from dynafed.engine.files import (
+    lock_folder,
+    make_folder,
+    new_folder,
+    remove,
+    resume_command,
+    to_line,
+    write_bytes,
+    write_json,
+)
 from dynafed.engine.server import RoundOutcome, server_broadcast, server_setup, server_update
 from dynafed.engine.stopping import Stopped, StopSignal
-from dynafed.engine.summary import class_distribution, read_metrics, summarize
+from dynafed.engine.summary import chained, class_distribution, summarize, write_metrics
 from dynafed.engine.trust import load_run_config
+from dynafed.engine.verify import CHECKSUMS, read_history, write_checksums
 from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
@@ -190,9 +200,8 @@ def resume(
     chosen = (backend or BACKENDS.load(federation.config.engine))(federation, path)
     with lock_folder(path):
         state = checkpoint.load(path, federation, chosen)
-        history = [record for record in read_metrics(path) if record["round"] <= state.round]
-        if len(history) < state.round:
-            raise UserError(f"{path / 'metrics.jsonl'} lacks rounds that the checkpoint has: it can't be resumed")
+        state, history = read_history(path, state)
+        remove(path / CHECKSUMS)
         write_bytes(path / "config.toml", federation.config.to_toml().encode())
         return _run_rounds(federation, path, state, history, told, chosen)
 
@@ -232,6 +241,7 @@ def _run_rounds(
                 on_result = partial(callbacks.tell, "on_client_result", run)
                 state, record = one_round(federation, state, backend, runtime, on_result)
                 history.append(json.loads(to_line(record)))
+                state = replace(state, metrics=chained(state.metrics, history[-1]))
                 run.round, run.model = state.round, state.final_model
                 callbacks.tell("on_round_end", run, history[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
@@ -241,6 +251,7 @@ def _run_rounds(
         except Exception as error:
             failure = _explained(error, path)
             try:
+                write_metrics(path, history)  # a line may be what couldn't be written
                 checkpoint.save(path, federation, state)
             except Exception as second:  # a full disk, say: what went wrong first still matters most
                 failure.add_note(f"and the checkpoint couldn't be written: {type(second).__name__}: {second}")
@@ -254,6 +265,7 @@ def _run_rounds(
     write_json(path / "summary.json", summary)
     stage("writing the report")
     write_report([path])
+    write_checksums(path)
     result = Result(path, federation, state, history, summary)
     callbacks.tell("on_run_end", run, result)
     return result
@@ -345,7 +357,8 @@ def one_round(
         record["seconds_eval"] = time.perf_counter() - evaluated
     record["seconds"] = time.perf_counter() - began
     state.clients.commit(outcome.accepted)  # last: whatever fails before leaves the old state as it was
-    return RunState(round_num, outcome.model, dict(outcome.server), state.clients, outcome.served, norms), record
+    server, served = dict(outcome.server), outcome.served
+    return RunState(round_num, outcome.model, server, state.clients, served, norms, state.metrics), record
 
 
 def _stage_states(

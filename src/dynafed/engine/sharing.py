@@ -20,9 +20,9 @@ from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.federation import Federation
-from dynafed.engine.files import lock_folder, make_folder, remove, to_line, write_bytes
+from dynafed.engine.files import lock_folder, make_folder, remove
 from dynafed.engine.run import begin_folder
-from dynafed.engine.summary import read_metrics
+from dynafed.engine.summary import metrics_chain, read_metrics, write_metrics
 from dynafed.engine.trust import load_run_config
 from dynafed.methods import ServerRuntime
 from dynafed.methods.average import AverageSettings
@@ -94,9 +94,10 @@ def start_from(config: Config, path: Path, source: Path) -> bool:
         for number in numbers:
             state = _replay(federation, state, models[number])
         norms = {part: medians[:rounds] for part, medians in norms.items()}
-        checkpoint.save(path, federation, replace(state, norms=norms))
         records = history if state.served is not None else [_unserved(record) for record in history]
-        write_bytes(path / "metrics.jsonl", "".join(to_line(record) + "\n" for record in records).encode())
+        write_metrics(path, records)
+        state = replace(state, norms=norms, metrics=metrics_chain(records)[-1])
+        checkpoint.save(path, federation, state)
         begin_folder(path, federation)
     return True
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dynafed.callbacks import Record
+from dynafed.engine.files import checksum, to_line, write_bytes
 from dynafed.version import __version__
 
 try:
@@ -107,6 +110,21 @@ def read_metrics(path: Path) -> list[Record]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def write_metrics(path: Path, records: Iterable[Record]) -> None:
+    """Write metrics.jsonl anew."""
+    write_bytes(path / "metrics.jsonl", "".join(to_line(record) + "\n" for record in records).encode())
+
+
+def chained(before: str, record: Record) -> str:
+    """The digest of a line of metrics.jsonl and all lines before it, whose digest is `before`."""
+    return checksum(f"{before}{to_line(record)}".encode())
+
+
+def metrics_chain(records: Iterable[Record]) -> list[str]:
+    """The digest of each line with all before it."""
+    return list(itertools.accumulate(records, chained, initial=""))[1:]
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

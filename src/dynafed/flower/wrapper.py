@@ -204,7 +204,7 @@ class Wrapper(Strategy):
             "norms": self.norms,
             "notes": {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)},
         }
-        write_bytes(self._file, tree.pack(tree.nest(parts | {one.section: one.state for one in self.wrappers})))
+        write_bytes(self._file, tree.seal(tree.nest(parts | {one.section: one.state for one in self.wrappers}), {}))
 
     def _restore(self, initial_arrays: ArrayRecord) -> ArrayRecord:
         """The arrays to begin with: the initial ones, or those of a checkpoint, with which all the rest comes back."""
@@ -214,7 +214,7 @@ class Wrapper(Strategy):
         if self._file is None or not self._file.exists():
             return initial_arrays
         try:
-            parts = tree.unnest(tree.unpack(self._file.read_bytes()))
+            parts = tree.unnest(tree.unseal(self._file.read_bytes())[0])
             notes = json.loads(bytes(parts["notes"]["json"].numpy()))
             arrays = to_record(decode_order(parts["arrays"]))
         except (OSError, SafetensorError, KeyError, ValueError) as error:

@@ -9,8 +9,10 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ log = logging.getLogger("dynafed")
 SOURCES = ("convnet.cpp", "mlp.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 120
+DIGEST_SIZE = 16
+WORK, LEFTOVER_SECONDS = "compiling-", 3600.0
+"""The folders in which it is compiled, and the age from which nobody can be at work in one."""
 CPP = {torch.float32: "float", torch.float64: "double"}
 """What the kernels compute with."""
 
@@ -71,9 +76,9 @@ def _compiled(compiler: str) -> Path:
     """The library's file, made if it isn't there; its name tells source, compiler and processor."""
     files = resources.files(__package__)
     sources = {name: files.joinpath(name).read_bytes() for name in SOURCES}
-    asked = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT, check=True, text=True)
+    version = _run([compiler, "--version"])
     key = hashlib.blake2b(
-        b"\0".join((*sources.values(), asked.stdout.encode(), _processor().encode(), *map(str.encode, FLAGS))),
+        b"\0".join((*sources.values(), version.encode(), _processor().encode(), *map(str.encode, FLAGS))),
         digest_size=12,
     )
     folder = cache_folder()
@@ -81,17 +86,57 @@ def _compiled(compiler: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _nobody_else_writes(folder):
         raise PermissionError(f"others can write to {folder}")
-    if not (target.exists() and _nobody_else_writes(target)):
-        with tempfile.TemporaryDirectory(dir=folder) as work:
+    if not (_is_whole(target) and _nobody_else_writes(target)):
+        _remove_leftovers(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=WORK) as work:
             made = Path(work) / "kernels.so"
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
             stage("compiling our kernels")
             command = [compiler, *FLAGS, "-o", made.name, *sources]
-            subprocess.run(command, cwd=work, capture_output=True, timeout=TIMEOUT, check=True, text=True)
+            _run(command, work)
+            with made.open("ab") as file:
+                file.write(_checksum(made.read_bytes()))
             made.chmod(0o700)
             made.replace(target)  # whoever else compiles it at this moment makes the same
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is what was compiled: a library that was cut off ends the process that loads it."""
+    if not library.exists():
+        return False
+    content = library.read_bytes()
+    return content[-DIGEST_SIZE:] == _checksum(content[:-DIGEST_SIZE])
+
+
+def _checksum(content: bytes) -> bytes:
+    """What stands behind the library in its file, where no loader looks."""
+    return hashlib.blake2b(content, digest_size=DIGEST_SIZE).digest()
+
+
+def _run(command: list[str], folder: str | None = None) -> str:
+    """What a compiler prints; if it takes too long or we are stopped, it ends with all that it started."""
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return out
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what compilations left that were killed long ago."""
+    for work in folder.glob(f"{WORK}*"):
+        if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _nobody_else_writes(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dynafed import optim, settings, tree
@@ -348,16 +348,15 @@ class SynthesisState:
     def save(self, path: Path, task: str) -> None:
         """Write the state with an identifier of its task."""
         whole = tree.nest({"now": self.state_dict(), "sound": self.last_valid}) | {"done": torch.tensor(self.done)}
-        write_bytes(path, safetensors.torch.save(tree.to(whole, "cpu"), {"task": task}))
+        write_bytes(path, tree.seal(tree.to(whole, "cpu"), {"task": task}))
 
     def load(self, path: Path, task: str) -> bool:
         """Load the state if the file exists, is undamaged and belongs to this task; returns whether it was loaded."""
         try:
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("task") != task:
-                    return False
-                whole = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
+            whole, notes = tree.unseal(path.read_bytes())
+        except (OSError, SafetensorError, ValueError):
+            return False
+        if notes.get("task") != task:
             return False
         self.done = int(whole.pop("done"))
         parts = tree.unnest(whole)

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dynafed.engine.files import write_bytes
-from dynafed.errors import UserError
-from dynafed.tree import Tree
+from dynafed.errors import UserError, first_line
+from dynafed.tree import Tree, seal, unseal
+
+LARGEST = 1e6
+"""No sample, logit or rate of a synthetic set is larger."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,20 @@ class SyntheticData:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file; its header holds the provenance."""
-        write_bytes(path, safetensors.torch.save(self.tree(), {"dynafed": json.dumps(self.provenance)}))
+        write_bytes(path, seal(self.tree(), {"dynafed": json.dumps(self.provenance)}))
 
     @classmethod
     def load(cls, path: str | Path, shape: tuple[int, ...], classes: int) -> SyntheticData:
         """Read a file that `save` wrote; raises `UserError` if it doesn't fit this shape and number of classes."""
         try:
-            with safe_open(path, "pt") as file:
-                tree = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                provenance = json.loads((file.metadata() or {}).get("dynafed", "{}"))
-            data = cls.from_tree(tree, provenance)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"{path} is no synthetic set: {error}") from None
+            tree, notes = unseal(Path(path).read_bytes())
+            data = cls.from_tree(tree, json.loads(notes.get("dynafed", "{}")))
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path} is no synthetic set: {first_line(error)}") from None
+        if not all(isinstance(t, Tensor) and t.dtype == torch.float32 for t in (data.x, data.logits)):
+            raise UserError(f"{path} holds samples of {data.x.dtype} and logits of {data.logits.dtype}, not float32")
+        if not (data.x.ndim and data.logits.ndim and len(data.x)):
+            raise UserError(f"{path} holds no samples")
         if data.x.shape[1:] != shape or data.logits.shape != (len(data.x), classes):
             raise UserError(
                 f"{path} holds samples of shape {tuple(data.x.shape[1:])} in {data.logits.shape[-1]} classes, "
@@ -77,4 +81,8 @@ class SyntheticData:
             )
         if not (torch.isfinite(data.x).all() and torch.isfinite(data.logits).all()):
             raise UserError(f"{path} holds NaN or infinity")
+        if max(float(data.x.abs().max()), float(data.logits.abs().max()), data.inner_lr) > LARGEST:
+            raise UserError(f"{path} holds numbers beyond {LARGEST:g}, which no synthesis makes")
+        if not data.inner_lr > 0:
+            raise UserError(f"{path} has the inner rate {data.inner_lr:g}, which must be positive")
         return data

@@ -21,6 +21,9 @@ Group = TypeVar("Group")
 ALIKE = 0.77
 """The share of two words' letters that must agree, in order, for one to be suggested in place of the other."""
 
+ALMOST_EQUAL = 0.9
+"""The same for names that come before those with the same words."""
+
 
 def setting(
     default: Any,
@@ -48,7 +51,8 @@ def alike(name: str, known: Iterable[str]) -> str | None:
     words = {one: set(re.split(r"[_.+-]", one)) for one in (name.lower(), *by_lower)}
     given = words[name.lower()]
     related = [one for one in by_lower if given <= words[one] or words[one] <= given]
-    close = difflib.get_close_matches(name.lower(), related or by_lower, n=1, cutoff=0 if related else ALIKE)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=ALMOST_EQUAL)
+    close = close or difflib.get_close_matches(name.lower(), related or by_lower, n=1, cutoff=0 if related else ALIKE)
     return by_lower[close[0]] if close else None
 
 

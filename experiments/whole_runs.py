@@ -4,10 +4,10 @@
     DYNAFED_DATA=... python experiments/whole_runs.py cpu-fmnist-mlp test 0,1,2 [VARIANT ...]
 
 writes experiments/results/whole-<preset>-<split>.json, a row for each variant and seed; rows that are there are not run
-again, and a run that was interrupted is resumed (in runs/). On "validation", 5,000 samples are carved from the training
-split; choices are made there. Every variant ends in `+average`, which changes nothing but what is served, so one run
-has both: the model itself, and the mean. `final` is the mean accuracy of the last five rounds. Rows "not in the
-package" were made with changes of the code that were not worth keeping.
+again, and a run that was interrupted is resumed (in runs/). On "validation", 5,000 samples (2,000 for the demo) are
+carved from the training split; choices are made there. Every variant ends in `+average`, which changes nothing but what
+is served, so one run has both: the model itself, and the mean. `final` is the mean accuracy of the last five rounds.
+Rows "not in the package" were made with changes of the code that were not worth keeping.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def main(preset: str, split: str, seeds: str, *names: str) -> None:
             continue
         folder = Path("runs") / f"whole-{preset}-{split}" / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
         config = Config.load(preset, VARIANTS[name] | SPLITS[split] | {"seed": int(seed), "workers": 1})
+        if preset == "demo" and split == "validation":
+            config = config.replace(validation_samples=2000)
         if name == "real samples":
             config = with_real_samples(config, folder.with_suffix(".safetensors"))
         result = resume(folder) if (folder / "config.toml").exists() else run(config, out=folder)

@@ -8,6 +8,7 @@ import pytest
 
 from dynafed import Config, UserError
 from dynafed.config import parse_override, presets
+from dynafed.synthesis import DynaFedSettings
 
 
 def test_defaults_are_valid_and_survive_toml() -> None:
@@ -19,6 +20,11 @@ def test_defaults_are_valid_and_survive_toml() -> None:
 def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
     assert presets()[name]
     Config.load(name)
+
+
+def test_only_the_preset_with_evidence_for_it_leaves_the_paper_s_distance() -> None:
+    distances = {name: Config.load(name).section("dynafed", DynaFedSettings).distance for name in presets()}
+    assert [name for name in presets() if distances[name] != "l2"] == ["cpu-fmnist-mlp"]
 
 
 def test_required_keys_exist_at_the_top_level() -> None:

@@ -106,6 +106,20 @@ def test_claimed_examples_must_be_those_that_the_client_holds() -> None:
     assert "a number of examples of norm 4.61e+18 is too large" in outcome.rejected[0]["reason"]
 
 
+def test_clients_of_very_different_sizes_all_count() -> None:
+    sizes = {0: 1, 1: 1, 2: 5000}
+    for known in (True, False):
+        federation = Federation.create(tiny(weighting="examples"), train=TRAIN, test=TEST)
+        size = sizes.get if known else lambda client: None
+        side = replace(federation.server_side, client_size=size)
+        norms: tree.Tree = {}
+        for _ in range(2):
+            updates = [update(client, 1.0, examples) for client, examples in sizes.items()]
+            outcome = server_update(side, Broadcast(1, ZERO), {}, updates, norms=norms)
+            assert outcome.accepted == [0, 1, 2]
+            norms = outcome.norms
+
+
 class Attacked(ProcessBackend):
     """One client sends a huge update whenever it is sampled."""
 

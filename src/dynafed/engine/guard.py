@@ -18,6 +18,9 @@ MARGIN = 100.0
 EXAMPLES_MARGIN = 1000.0
 """A client may claim so many times the median number of examples, where these are weights."""
 
+MIN_EXAMPLES = 10_000.0
+"""So many examples may be claimed in any case: some clients have a single one, and others thousands."""
+
 STEP_MARGIN = 100.0
 """The server may move the model by so many times what one update may: some optimizers' steps are large."""
 
@@ -50,15 +53,18 @@ class NormGuard:
     ) -> None:
         self.model, self.past = model, past or {}
         self.mode, self.max_norm, self.weighting = mode, max_norm, weighting
-        self.smallest = {MODEL: 1.0 + _norm(model)}
+        self.smallest = {MODEL: 1.0 + _norm(model), EXAMPLES: MIN_EXAMPLES}
         """Of each part: what is never too large."""
         self.accepted: dict[str, list[tuple[float, int]]] = {}
         """Of each part: norm and client of the updates accepted in this round."""
 
-    def judge(self, update: Update) -> tuple[Update, str | None]:
-        """The update, clipped if need be, and why it must not count, or None if it may."""
+    def judge(self, update: Update, examples_known: bool = False) -> tuple[Update, str | None]:
+        """The update, clipped if need be, and why it must not count, or None if it may.
+
+        With `examples_known`, the number of examples isn't a claim, and not judged.
+        """
         parts = {MODEL: self._change(update.model)} | {_extra(name): dict(x) for name, x in update.extras.items()}
-        if self.weighting == "examples":
+        if self.weighting == "examples" and not examples_known:
             parts[EXAMPLES] = {"": torch.tensor(float(update.examples))}
         norms = {part: _norm(content) for part, content in parts.items()}
         limits = {part: self._limit(part, content) for part, content in parts.items()}

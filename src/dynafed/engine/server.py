@@ -106,7 +106,7 @@ def server_update(
         update = side.transforms.decode(sent, broadcast)
         reason = validate_update(update, broadcast, spec) or _validate_examples(side, update)
         if not reason:
-            update, reason = guard.judge(update)
+            update, reason = guard.judge(update, side.client_size(update.client) is not None)
         if reason:
             rejected.append({"client": update.client, "reason": reason})
             continue

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dynafed.engine.compare import Comparison, compare
     from dynafed.engine.run import Result, resume, run
     from dynafed.methods import Method
+    from dynafed.predictor import Predictor, load
     from dynafed.synthesis.synthesize import synthesize
     from dynafed.version import __version__
 
@@ -23,12 +24,14 @@ __all__ = [
     "EarlyStopping",
     "Interrupted",
     "Method",
+    "Predictor",
     "Result",
     "RunContext",
     "RunFailed",
     "UserError",
     "__version__",
     "compare",
+    "load",
     "resume",
     "run",
     "synthesize",
@@ -40,10 +43,12 @@ _LAZY = {
     "Config": "dynafed.config",
     "EarlyStopping": "dynafed.callbacks",
     "Method": "dynafed.methods",
+    "Predictor": "dynafed.predictor",
     "Result": "dynafed.engine.run",
     "RunContext": "dynafed.callbacks",
     "__version__": "dynafed.version",
     "compare": "dynafed.engine.compare",
+    "load": "dynafed.predictor",
     "resume": "dynafed.engine.run",
     "run": "dynafed.engine.run",
     "synthesize": "dynafed.synthesis",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -233,6 +234,30 @@ def check(model: nn.Module, x: Tensor, classes: int, kind: str = "classes") -> T
         raise UserError("the model has no trainable parameters")
     outputs: Tensor = logits
     return outputs
+
+
+def has_sample_gradient(model: nn.Module, x: Tensor) -> bool:
+    """Whether the outputs for this sample have a gradient by it; whole numbers and a `.long()` in forward have none."""
+    if not x.is_floating_point():
+        return False
+    leaf = x.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        outputs = model.eval()(leaf).sum()
+        return outputs.requires_grad and torch.autograd.grad(outputs, leaf, allow_unused=True)[0] is not None
+
+
+def needs_pairs(model: nn.Module, x: Tensor) -> bool:
+    """Whether a batch of this one sample can't be trained on, because BatchNorm has but one value per channel."""
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return False
+    trial = copy.deepcopy(model).train()
+    try:
+        with torch.no_grad():
+            trial(x)
+    except ValueError as error:
+        return "more than 1 value per channel" in str(error)
+    return False
 
 
 def _norm(kind: str, channels: int) -> nn.Module:

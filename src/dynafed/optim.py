@@ -109,12 +109,17 @@ def _is_column_major(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
 
 
-def epoch_orders(samples: int, size: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yields a fresh shuffle of the samples for each epoch, cut off after `steps` batches of `size` in all."""
+def epoch_orders(
+    samples: int, size: int, steps: int, rng: np.random.Generator, *, pairs: bool = False
+) -> Iterator[np.ndarray]:
+    """Yields a fresh shuffle of the samples for each epoch, cut off after `steps` batches of `size` in all.
+
+    With `pairs`, a last batch of one sample gets a second one: the first of the epoch, or itself if it is alone.
+    """
     while steps > 0:
         order = rng.permutation(samples)[: steps * size]
         steps -= -(-len(order) // size)
-        yield order
+        yield np.append(order, order[0]) if pairs and len(order) % size == 1 else order
 
 
 def split_batches(tensors: Sequence[Tensor], order: np.ndarray, size: int) -> Iterator[tuple[Tensor, ...]]:

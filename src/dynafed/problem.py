@@ -41,6 +41,8 @@ class Problem:
     """Traced training steps of this process."""
     task: Task = CROSS_ENTROPY
     """The loss, and what it is for."""
+    pairs: bool = False
+    """Whether the network can't be trained on a batch of one sample, as BatchNorm can't."""
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:

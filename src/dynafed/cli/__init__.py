@@ -14,6 +14,7 @@ from dynafed.cli import (
     config,
     data,
     listings,
+    predict,
     report,
     reproduce,
     runs,
@@ -26,7 +27,10 @@ from dynafed.cli import (
 from dynafed.cli.common import log_to_stderr
 from dynafed.errors import RunFailed, UserError
 
-GROUPS = (train, synthesize, report, audit, runs, verify, watch, reproduce, suggest, config, listings, data, completion)
+GROUPS = (
+    *(train, predict, synthesize, report, audit, runs, verify, watch, reproduce, suggest),
+    *(config, listings, data, completion),
+)
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+from dynafed.config import data_folder
 from dynafed.data.arrays import Dataset, from_arrays
 from dynafed.data.federated import FederatedData, SplitDataset
+from dynafed.data.files import file_clients, find_path, pinned_columns
 from dynafed.data.loading import load
 from dynafed.data.own import OwnClients, own_clients
 from dynafed.data.partition import Partition, carve, make_partition, partition_from_lists
@@ -90,23 +93,45 @@ def _own(
     """Clients with data of their own."""
     if config.validation_samples:
         raise UserError("validation_samples can't be carved from clients with data of their own: evaluate = 'clients'")
+    config, paths = _find_paths(config, settings)
     splits = {"test": given.test, "server": given.server}
-    if given.server is None and config.server_samples:
+    splits = {name: paths.get(name) if source is None else source for name, source in splits.items()}
+    if splits["test"] is None and config.evaluate == "test":
+        raise UserError("there are no test samples: pass test=(x, y) (data.test), or set evaluate = 'clients'")
+    if splits["server"] is None and config.server_samples:
         raise UserError("server_samples can't be carved from clients with data of their own: pass server=(x, y)")
-    if given.test is None and config.evaluate == "test":
-        raise UserError("there are no test samples: pass test=(x, y), or set evaluate = 'clients'")
-    assert clients is not None
+    title, table = "custom", None
+    if clients is None:
+        found = file_clients(paths["path"], settings, list(paths.values()))
+        names, clients, title = tuple(found), list(found.values()), paths["path"].stem
+        table = paths["path"] if paths["path"].is_file() else None
+    if pinned := pinned_columns(table or clients[0], settings.table_columns()):
+        config = config.replace(**{"data.columns": list(pinned)})
+        settings = config.section("data", DataSettings)
     config = config.replace(dataset="custom", partition="custom", clients=len(clients))
     data = own_clients(
         clients,
         names,
         settings,
         {name: source for name, source in splits.items() if source is not None},
+        name=title,
         memory=config.data_memory_mb * 2**20,
         integers=integers,
         targets=targets,
     )
+    if "server" in data.splits:
+        config = config.replace(server_samples=len(data.splits["server"][1]))
     return config, data
+
+
+def _find_paths(config: Config, settings: DataSettings) -> tuple[Config, dict[str, Path]]:
+    """The paths of the section `data`, and the config with the folder that they are in."""
+    told = {"path": settings.path, "test": settings.test, "server": settings.server}
+    paths = {name: find_path(path, config.data_dir, data_folder()) for name, path in told.items() if path}
+    here = any((Path.cwd() / Path(path).expanduser()).exists() for path in told.values() if path)
+    if paths and here and not config.data_dir:  # so that a resume from elsewhere finds them
+        config = config.replace(data_dir=str(Path.cwd()))
+    return config, paths
 
 
 BY_CLASS = ("dirichlet", "dirichlet-balanced", "shards")

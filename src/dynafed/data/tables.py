@@ -65,16 +65,26 @@ def target_column(names: Sequence[str], target: str, where: str) -> str:
 def from_table(
     table: Table, target: str, columns: Sequence[str], leave: Sequence[str], where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and targets: `columns`, else all but the target and those to `leave`.
+    """Samples and targets: `columns`, else all but the target and those to `leave`."""
+    names = feature_columns(table, target, columns, leave, where)
+    return table_samples(table, names, where), _stacked(table[target_column(list(table), target, where)])
 
-    Columns of numbers become rows of float32. A single column of arrays keeps its type.
-    """
+
+def feature_columns(
+    table: Table, target: str, columns: Sequence[str], leave: Sequence[str], where: str
+) -> Sequence[str]:
+    """The columns that are learned from."""
     label = target_column(list(table), target, where)
     names = list(columns) or [name for name in table if name != label and name not in leave]
-    if missing := [name for name in names if name not in table]:
-        raise UserError(f"{where} has no column '{missing[0]}' among {', '.join(table)}: see data.columns")
     if not names:
         raise UserError(f"{where} has no column but its target, '{label}'")
+    return names
+
+
+def table_samples(table: Table, names: Sequence[str], where: str) -> np.ndarray:
+    """These columns as samples: numbers become rows of float32, a single column of arrays keeps its type."""
+    if missing := [name for name in names if name not in table]:
+        raise UserError(f"{where} has no column '{missing[0]}' among {', '.join(table)}: see data.columns")
     arrays = [_stacked(table[name]) for name in names]
     for name, array in zip(names, arrays, strict=True):
         if array.dtype.kind not in "iufb":
@@ -82,8 +92,7 @@ def from_table(
                 f"{where}: the column '{name}' holds {array.dtype.name} values, such as {array.flat[0]!r}: make it "
                 "numbers, or leave it out with data.columns"
             )
-    x = arrays[0] if len(arrays) == 1 and arrays[0].ndim > 1 else np.column_stack(arrays).astype(np.float32)
-    return x, _stacked(table[label])
+    return arrays[0] if len(arrays) == 1 and arrays[0].ndim > 1 else np.column_stack(arrays).astype(np.float32)
 
 
 def _stacked(column: np.ndarray) -> np.ndarray:

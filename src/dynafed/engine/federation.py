@@ -122,7 +122,11 @@ class Federation:
             sample = torch.zeros(1, *schema.shape, dtype=schema.dtype, device=device)
             outputs = models.check(module, schema.normalize(sample), schema.classes, schema.targets)
         check_loss(task, outputs)
+        pairs = models.needs_pairs(module, schema.normalize(sample))
+        if pairs and config.batch_size == 1:
+            raise UserError("batch_size = 1: this network has a BatchNorm that can't be trained on one sample; take 2")
         _check_features(module, composition)
+        _check_sample_gradients(module, composition, schema.normalize(sample))
         epoch = samples.mean_client_size()
         each = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
         total = config.rounds * config.sampled * each
@@ -131,7 +135,7 @@ class Federation:
         config = config.replace(kernels="own" if plan.kernels else "torch")
         tracer = StepTracer(on=plan.trace)
         clients = samples.num_clients()
-        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer, task)
+        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer, task, pairs)
         made = cls(config, samples, methods.compose(config), problem, plan)
         _ = made.attack  # one that can't be is refused here
         return made
@@ -233,6 +237,17 @@ def _check_task(task: Task, composition: Composition) -> None:
     for step in composition.steps:
         if step.needs.classes and task.targets != "classes":
             raise UserError(f"{step.name} needs classes, and loss = '{task.loss}' is for {task.targets}: take another")
+
+
+def _check_sample_gradients(module: torch.nn.Module, composition: Composition, x: Tensor) -> None:
+    """Refuse a method that needs the gradient by the samples where there is none, found by trying."""
+    needing = [step.name for step in composition.steps if step.needs.sample_gradients]
+    if needing and not models.has_sample_gradient(module, x):
+        what = "the network's outputs have no" if x.is_floating_point() else "samples that are whole numbers have no"
+        raise UserError(
+            f"{needing[0]} needs the gradient of the loss by the samples, and {what} gradient: take another method, "
+            "such as fedavg+average"
+        )
 
 
 def _check_features(module: torch.nn.Module, composition: Composition) -> None:

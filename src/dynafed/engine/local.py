@@ -68,7 +68,7 @@ def _train(
         train = LocalSteps.of(side, params, contexts, optimizer)
         shuffle = problem.seeds.rng("batches", broadcast.round, client.client)
         watched = client.client in config.watch
-        for order in optim.epoch_orders(len(client.y), config.batch_size, steps, shuffle):
+        for order in optim.epoch_orders(len(client.y), config.batch_size, steps, shuffle, pairs=problem.pairs):
             at_once = config.batch_size if watched else len(order)
             for start in range(0, len(order), at_once):
                 losses.append(train(client.x, client.y, order[start : start + at_once], config.batch_size))

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import nn
 
 from dynafed import tree
@@ -43,6 +44,7 @@ from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
 from dynafed.models import Factory
+from dynafed.predictor import DESCRIPTION, WEIGHTS, Predictor, describe
 from dynafed.report import write_report
 from dynafed.stages import counted, stage
 from dynafed.synthesis.quality import evidence_for
@@ -86,10 +88,23 @@ class Result:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained global model, in evaluation mode."""
+        """The trained global model, in evaluation mode. It takes normalized samples; `predict` takes raw ones."""
         module = self.federation.problem.model
         module.load_state_dict(self.state.final_model, strict=False)
         return module.eval()
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model with the normalization of its inputs and the labels of its classes."""
+        return Predictor(self.model, self.federation.schema, self.federation.problem.task)
+
+    def predict(self, x: Any) -> np.ndarray:
+        """What the trained model takes raw samples for: labels as they were given, or numbers."""
+        return self.predictor.predict(x)
+
+    def evaluate(self, x: Any, y: Any) -> dict[str, float]:
+        """The trained model's metrics on raw samples with their labels."""
+        return self.predictor.evaluate(x, y)
 
 
 @with_progress
@@ -262,6 +277,8 @@ def _run_rounds(
     if not history:
         raise UserError(f"the run was stopped before its first round: {run.stopped}")
     summary = summarize(federation, history, spent + time.perf_counter() - began, run.stopped)
+    write_json(path / DESCRIPTION, describe(config, federation.schema))
+    write_bytes(path / WEIGHTS, tree.pack(state.final_model))
     write_json(path / "summary.json", summary)
     stage("writing the report")
     write_report([path])

@@ -37,6 +37,8 @@ class Needs:
     """Whether a client keeps a state between its rounds."""
     features: bool = False
     """Whether the network must be `head(features(x))`, a `models.Classifier`."""
+    sample_gradients: bool = False
+    """Whether the loss must have a gradient by the samples, which whole numbers have not."""
     classes: bool = False
     """Whether it must be one class of several that is learned, not labels or numbers (`loss`)."""
 

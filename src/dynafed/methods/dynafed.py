@@ -93,7 +93,7 @@ class DynaFed(Method):
     name = "dynafed"
     summary = "fine-tunes the average on samples synthesized from the first rounds' global models"
     citation = "Pi et al., CVPR 2023"
-    needs = Needs(classes=True)
+    needs = Needs(classes=True, sample_gradients=True)
     Settings = DynaFedSettings
     settings: DynaFedSettings
 

@@ -41,7 +41,7 @@ class FedMix(Method):
     name = "fedmix"
     summary = "mixes each batch with averages of other clients' samples, sent once before round 1"
     citation = "Yoon et al., ICLR 2021"
-    needs = Needs(classes=True)
+    needs = Needs(classes=True, sample_gradients=True)
     Settings = FedMixSettings
     settings: FedMixSettings
     zero_means_fedavg = ("ratio",)

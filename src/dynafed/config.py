@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from dynafed.errors import UserError
+from dynafed.errors import UserError, first_line
 from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
@@ -111,9 +111,13 @@ class Config:
     device: str = setting("cpu", "cpu, cuda, cuda:N or mps", execution=True)
     engine: str = setting("local", "the backend that trains clients: local is processes of our own", execution=True)
     workers: int = setting(
-        0, "processes that train clients; any number gives the same bits (0: one a core)", low=0, execution=True
+        0,
+        "processes that train clients; any number gives the same bits (0: one a core)",
+        low=0,
+        high=4096,
+        execution=True,
     )
-    threads: int = setting(1, "threads of each worker", low=1, execution=True)
+    threads: int = setting(1, "threads of each worker", low=1, high=1024, execution=True)
     kernels: str = setting(
         "auto",
         "what the network runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
@@ -360,8 +364,24 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"-s {text}: expected key=value")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key.strip(), value.strip()
+
+
+MAX_CONFIG_BYTES = 2**18
+"""A larger file is no config; a TOML parser could take hours for it."""
+
+
+def parse_toml(content: bytes, name: str | Path) -> dict[str, Any]:
+    """The values of a TOML file; `UserError` for one that can't be read."""
+    if len(content) > MAX_CONFIG_BYTES:
+        raise UserError(f"{name} has {len(content)} bytes, and a config has at most {MAX_CONFIG_BYTES}")
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} can't be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not valid TOML: {first_line(error)}") from None
 
 
 def _read(source: str, through: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -370,20 +390,18 @@ def _read(source: str, through: tuple[str, ...] = ()) -> dict[str, Any]:
         raise UserError(f"{source} extends itself: {' -> '.join((*through, source))}")
     file = Path(source)
     if source in presets():
-        text = (resources.files("dynafed.presets") / f"{source}.toml").read_text()
+        content = (resources.files("dynafed.presets") / f"{source}.toml").read_bytes()
     elif file.is_file():
         try:
-            text = file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with file.open("rb") as opened:
+                content = opened.read(MAX_CONFIG_BYTES + 1)
+        except OSError as error:
             raise UserError(f"{source} can't be read: {error}") from None
     elif source.endswith(".toml") or "/" in source:
         raise UserError(f"no such file: {source}")
     else:
         raise UserError(f"unknown preset '{source}': {nearest(source, presets())}")
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{source} is not valid TOML: {error}") from None
+    values = parse_toml(content, source)
     if "extends" not in values:
         return values
     base = values.pop("extends")

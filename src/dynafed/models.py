@@ -232,6 +232,11 @@ def check(model: nn.Module, x: Tensor, classes: int, kind: str = "classes") -> T
         raise UserError(f"the model's output for one sample must be a tensor of shape {(1, classes)}, not {found}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters")
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.is_complex():
+            raise UserError(f"the model's '{name}' is complex: only real numbers can be averaged and checked")
+        if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+            raise UserError(f"the model's '{name}' holds NaN or infinity before round 1")
     outputs: Tensor = logits
     return outputs
 

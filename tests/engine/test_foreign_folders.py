@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from problems import TEST, TRAIN, run_tiny, tiny
 
 import dynafed
@@ -196,3 +198,41 @@ def test_no_file_holds_nan(tmp_path: Path) -> None:
             if line.strip():
                 json.loads(line + ("}" if file == "summary.json" else ""), parse_constant=refuse)
     assert len(result.history) == 2
+
+
+# What can't be run
+
+
+def test_config_bombs_and_absurd_numbers_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "bomb.toml"
+    for content in (b"a" + b".a" * 200_000 + b" = 1", b"a = " + b"[" * 50_000, b"rounds = 1" + b"0" * 9000, b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(UserError) as raised:
+            Config.load(file)
+        assert len(str(raised.value)) < 300
+    for key in ("threads", "workers"):
+        with pytest.raises(UserError, match=f"{key} = 1000000 must be at most"):
+            tiny(**{key: 1_000_000})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "holds NaN or infinity before round 1"), (1j, "is complex")]
+)
+def test_models_that_cannot_be_averaged_are_refused(value: complex, words: str, tmp_path: Path) -> None:
+    class Odd(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 4)
+            self.odd = torch.nn.Parameter(torch.full((2,), value))
+
+    with pytest.raises(UserError, match=words):
+        dynafed.run(tiny(), model=Odd, **DATA, out=tmp_path / "r")
+
+
+def test_a_closed_terminal_saves_the_run(tmp_path: Path) -> None:
+    def hang_up(record: Any) -> None:
+        if record["round"] == 3:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    with pytest.raises(dynafed.Interrupted):
+        dynafed.run(tiny(), **DATA, out=tmp_path / "r", callbacks=[hang_up])
+    assert (tmp_path / "r" / "checkpoint" / "round-000003").is_dir()

@@ -28,6 +28,7 @@ from dynafed.engine import backend, evaluation
 from dynafed.engine.client_store import ClientStore
 from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
+from dynafed.engine.stopping import SIGNALS
 from dynafed.errors import UserError, WorkerDied
 from dynafed.execution import keep_freed_memory
 from dynafed.messages import Broadcast, Update
@@ -282,8 +283,8 @@ def _init_worker(federation: Federation) -> None:
     _federation = federation
     torch.set_num_threads(federation.config.threads)
     # Whoever stops the whole process group means the parent: it decides what is still to be done, then ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 from dynafed.stages import stage
 
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""That ask a run to stop; a terminal that is closed sends SIGHUP."""
+
 
 class Stopped(Exception):
     """Raised by `StopSignal.check` after the run was asked to stop."""
 
 
 class StopSignal:
-    """While it is entered, Ctrl-C or SIGTERM is only noted, and `check` raises `Stopped` where it is safe.
+    """While it is entered, Ctrl-C, SIGTERM or SIGHUP is only noted, and `check` raises `Stopped` where it is safe.
 
     A second Ctrl-C interrupts at once, as usual. SIGTERM often comes twice, and is only noted both times.
     """
@@ -26,8 +29,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers_before[number] = signal.signal(number, self._note)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
+                    self.handlers_before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynafed.config import Config
+from dynafed.config import Config, parse_toml
 from dynafed.engine.files import check_links
 from dynafed.errors import UserError
 
@@ -24,10 +23,7 @@ def load_run_config(folder: Path, trust: bool | Config = False) -> Config:
     file = folder / "config.toml"
     if not file.is_file():
         raise UserError(f"{folder} holds no run: it has no config.toml")
-    try:
-        values = tomllib.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} can't be read: {error}") from None
+    values = parse_toml(file.read_bytes(), file)
     known = set(imported_places(trust.to_dict())) if isinstance(trust, Config) else set()
     unknown = [place for place in imported_places(values) if place not in known]
     if unknown and trust is not True:

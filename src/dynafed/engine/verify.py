@@ -7,13 +7,13 @@ A checkpoint binds what a resume reads: the config, the metrics so far, the clie
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynafed.callbacks import Record
+from dynafed.config import parse_toml
 from dynafed.engine import checkpoint
 from dynafed.engine.checkpoint import RunState
 from dynafed.engine.client_store import ClientStore
@@ -81,9 +81,9 @@ def _changed_line(path: Path, lines: list[str]) -> str:
 
 def _changed_state(path: Path) -> list[str]:
     try:
-        values = tomllib.loads((path / "config.toml").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        return [f"config.toml can't be read: {error}"]
+        values = parse_toml((path / "config.toml").read_bytes(), "config.toml")
+    except UserError as error:
+        return [str(error)]
     found, newest = [], True
     for folder in checkpoint.found(path):
         body = checkpoint.read_body(folder)

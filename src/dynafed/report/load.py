@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynafed.config import parse_toml
 from dynafed.engine.files import check_links
 from dynafed.errors import UserError
 
@@ -152,8 +152,8 @@ def load_run(path: Path) -> Run:
     check_links(path)
     notes: list[str] = []
     try:
-        config = flatten(tomllib.loads((path / "config.toml").read_text("utf-8")))
-    except (OSError, ValueError) as error:
+        config = flatten(parse_toml((path / "config.toml").read_bytes(), path / "config.toml"))
+    except OSError as error:
         raise UserError(f"{path / 'config.toml'} can't be read: {error}") from None
     summary = _json(path / "summary.json", notes)
     blocks = _json(path / "report.json", notes)

@@ -163,7 +163,9 @@ LOGGERS = {
 }
 
 CALLBACKS: Registry[Callable[..., Callback]] = Registry(
-    "callback", {"early-stopping": EarlyStopping, **LOGGERS}, key="callbacks"
+    "callback",
+    {"early-stopping": EarlyStopping, "provenance": "dynafed.provenance:Provenance", **LOGGERS},
+    key="callbacks",
 )
 """Callbacks that a config can name."""
 

@@ -39,7 +39,13 @@ class UpdateTransform:
 
 
 TRANSFORMS: Registry[type[UpdateTransform]] = Registry(
-    "transform", {"identity": UpdateTransform}, key="update_transforms"
+    "transform",
+    {
+        "identity": UpdateTransform,
+        "top-k": "dynafed.compression:TopK",
+        "8-bit": "dynafed.compression:EightBit",
+    },
+    key="update_transforms",
 )
 """Update transforms by name."""
 

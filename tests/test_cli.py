@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -198,6 +199,22 @@ def test_unknown_commands_exit_2() -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["fly"])
     assert stopped.value.code == 2
+
+
+def test_other_packages_print_their_own_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has a handler, as huggingface_hub does, and passes its messages on, must not be printed twice."""
+    other = logging.getLogger("other_package")
+    handler = logging.StreamHandler()
+    other.addHandler(handler)
+    before = [*logging.getLogger().handlers]
+    try:
+        assert main(["presets"]) == 0
+        assert logging.getLogger().handlers == before
+        capsys.readouterr()
+        logging.getLogger("dynafed").warning("ours")
+        assert capsys.readouterr().err == "ours\n"
+    finally:
+        other.removeHandler(handler)
 
 
 def test_version() -> None:

@@ -198,6 +198,14 @@ def test_cinic_images_are_read_in_order_from_train_and_test(tmp_path, images, pl
     assert dataset.name == "cinic10"
 
 
+def test_a_listing_counts_the_samples_that_are_there(tmp_path):
+    (tmp_path / "cinic10_sample2000.npz").touch()
+    row = next(row for row in describe(tmp_path) if row["name"] == "cinic10")
+    assert (row["train"], row["test"], row["found"]) == (1000, 1000, True)
+    missing = next(row for row in describe(None) if row["name"] == "cinic10")
+    assert (missing["train"], missing["test"], missing["found"]) == (90_000, 90_000, False)
+
+
 def test_gray_cinic_images_become_color_and_missing_splits_are_named(tmp_path, images):
     x = images(1, 3, 32, 32)
     write_files(tmp_path / "cinic10", "", {"train/airplane/a.png": png(x[0], "L")})

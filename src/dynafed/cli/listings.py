@@ -58,9 +58,10 @@ def _datasets(args: argparse.Namespace) -> None:
     from dynafed import data
     from dynafed.config import data_folder
 
-    print_rows(
-        data.describe(data_folder(args.data_dir)), args.json, ("name", "classes", "shape", "train", "test", "found")
-    )
+    rows = data.describe(data_folder(args.data_dir))
+    if not args.json:
+        rows = [row | {"found": row["format"] if row["found"] else "no"} for row in rows]
+    print_rows(rows, args.json, ("name", "classes", "shape", "train", "test", "found"))
 
 
 def _presets(args: argparse.Namespace) -> None:

@@ -259,6 +259,7 @@ _RECORDS = (
                 _cinic_sample,
                 _under(("", *_CINIC), "cinic10_sample2000.npz"),
                 suffix="-sample",
+                sizes=(1000, 1000),
             ),
         ),
         download=Download(

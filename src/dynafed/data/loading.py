@@ -131,12 +131,13 @@ def _row(name: str, folder: Path | None) -> dict[str, Any]:
         where = f"{getattr(part, '__module__', '?')}.{getattr(part, '__qualname__', '?')}"
         return row | {"name": name, "note": note, "found": True, "where": where, "format": "function"}
     found = find(part, folder)
+    train, test = (found[1].sizes if found else None) or (part.train, part.test)
     return {
         "name": name,
         "classes": part.classes,
         "shape": list(part.shape),
-        "train": part.train,
-        "test": part.test,
+        "train": train,
+        "test": test,
         "note": part.summary,
         "found": found is not None,
         "where": str(found[0]) if found else None,

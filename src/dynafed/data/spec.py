@@ -34,6 +34,8 @@ class Format:
     module: str = ""
     suffix: str = ""
     """Added to the dataset's name if the format holds only some of its samples."""
+    sizes: tuple[int, int] | None = None
+    """How many samples for training and testing these are then."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ at the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ from dynafed.stages import next_run
 
 CellCallbacks = Callable[[str], Sequence[Callback]]
 """Gets a run's title and returns the callbacks that follow it."""
+
+
+GIVEN = ("dataset", "partition", "clients", "model")
+"""Keys that say "custom", or a number of clients, if data or a model are given in Python."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,20 @@ def config_digest(config: Config) -> str:
 
 
 def run_cells(
-    cells: Sequence[Cell], callbacks: CellCallbacks = lambda title: (), keep_going: bool = False
+    cells: Sequence[Cell],
+    callbacks: CellCallbacks = lambda title: (),
+    keep_going: bool = False,
+    parts: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[Cell, Outcome]]:
     """Run what isn't finished, and yield each cell with its outcome.
 
     A cell that fails ends the grid, unless `keep_going`. One that another process holds has
-    `FolderBusy` as its outcome.
+    `FolderBusy` as its outcome. `parts` are given to every run: data and models of the caller's own.
     """
 
     def attempt(cell: Cell) -> Outcome:
         try:
-            return _run_cell(cell, cells, callbacks)
+            return _run_cell(cell, cells, callbacks, parts or {})
         except FolderBusy as busy:
             return busy
         except (UserError, RunFailed) as error:
@@ -73,20 +80,21 @@ def run_cells(
     yield from ((cell, attempt(cell)) for cell in held)
 
 
-def _run_cell(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> dict[str, Any]:
+def _run_cell(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks, parts: Mapping[str, Any]) -> dict[str, Any]:
     """A run's summary: taken from its folder if it is done, else run or resumed."""
     path, config = cell.path, cell.config
     with lock_folder(make_folder(path), patience=0, name=".cell"):
         if (path / "config.toml").exists():
-            _check_same(path, config)
-            if summary := read_summary(path):
+            _check_same(path, config, GIVEN if parts else ())
+            if not parts and (summary := read_summary(path)):  # else a resume compares the data that are given
                 return summary
         else:
-            sources = [other.path for other in cells if begins_alike(config, other.config)]
+            sources = [other.path for other in cells if begins_alike(config, other.config) and not parts]
             if not any((source / "config.toml").exists() and start_from(config, path, source) for source in sources):
-                return run(config, out=path, callbacks=_followed(cell, cells, callbacks)).summary
+                return run(config, out=path, callbacks=_followed(cell, cells, callbacks), **parts).summary
         changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION_KEYS - {"kernels"}}
-        return resume(path, changes=changes, callbacks=_followed(cell, cells, callbacks), trust=config).summary
+        followed = _followed(cell, cells, callbacks)
+        return resume(path, changes=changes, callbacks=followed, trust=config, **parts).summary
 
 
 def _followed(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> list[Callback]:
@@ -96,8 +104,9 @@ def _followed(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks) -> li
     return [*callbacks(cell.title), *([KeepFirstRounds()] if needed else [])]
 
 
-def _check_same(path: Path, config: Config) -> None:
+def _check_same(path: Path, config: Config, given: Sequence[str]) -> None:
+    """Refuse a folder with another config; keys that depend on what was `given` in Python don't count."""
     before, wanted = load_run_config(path, config).deciding(), config.deciding()
-    if before != wanted:
-        key = sorted(key for key in before | wanted if before.get(key) != wanted.get(key))[0]
-        raise UserError(f"{path} holds a run with another {key}: choose another --out")
+    keys = before.keys() & wanted.keys() - {*given} if given else before | wanted
+    if different := sorted(key for key in keys if before.get(key) != wanted.get(key)):
+        raise UserError(f"{path} holds a run with another {different[0]}: choose another --out")

@@ -79,6 +79,11 @@ class Result:
             f"{metric} {scale * final:.2f} ± {scale * deviation:.2f}{unit}, in {str(self.path)!r})"
         )
 
+    def _repr_html_(self) -> str:
+        from dynafed.notebook import result_html
+
+        return result_html(self)
+
     @property
     def final_accuracy(self) -> float:
         """The mean accuracy of the last five rounds that were evaluated."""

@@ -121,7 +121,8 @@ def _run(
             _show_results(one, [record for record in records if record["name"] == one.name])
         out.print(f"files: {folder}\npages: {' '.join(pages)}", highlight=False)
     if held := sum(isinstance(error, FolderBusy) for error in open_ones.values()):
-        err.print(f"{held} cells are being run by another process: the same command shows them once they are done")
+        running = "1 cell is" if held == 1 else f"{held} cells are"
+        err.print(f"{running} being run by another process: the same command shows what came out once it is done")
     failed = {title: error for title, error in open_ones.items() if not isinstance(error, FolderBusy)}
     if failed:
         title, error = next(iter(failed.items()))

@@ -93,3 +93,11 @@ def test_what_can_t_be_audited_is_refused(tmp_path: Path) -> None:
         audit(tmp_path)
     with pytest.raises(UserError, match="pass train= and test="):
         audit(run_tiny(tmp_path / "r", rounds=1).path)
+
+
+def test_a_run_whose_privacy_budget_is_spent_can_be_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inversion, "ITERATIONS", 2)
+    run = dynafed.run(tiny(dataset="digits", rounds=2, dp__epsilon=8.0), out=tmp_path / "run").path
+    done = audit(run, shadows=0, canaries=0)
+    assert done.numbers["dp"]
+    assert "The run had differential privacy." in done.page.read_text()

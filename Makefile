@@ -1,6 +1,7 @@
 # make demo    set up, run the demo, print its table, say where the report is
 # make test    set up with test tools, lint, type-check, run all tests
 # make bench   measure against peers and the plain loop (BENCH='w1 --repeats 7' for a part); a quiet machine, please
+# make soak    random faults, a few minutes (SOAK='--kills 1000' for more of a kind): nothing may get through
 # make docs    build the docs as a site into site/, without the network
 # make setup   everything: extras and test tools
 # make config-docs   write docs/config.md anew from the config's keys
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint bench docs clean config-docs
+.PHONY: setup demo test lint bench soak docs clean config-docs
 
 setup: .venv/.all
 
@@ -43,6 +44,9 @@ config-docs: .venv/.all
 docs: .venv/.all
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built: site/index.html, to look at with $(BIN)/python -m http.server -d site --bind 127.0.0.1"
+
+soak: .venv/.all
+	$(BIN)/python soak/run.py $(SOAK)
 
 clean:
 	rm -rf .venv runs build dist site

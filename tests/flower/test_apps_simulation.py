@@ -16,7 +16,7 @@ from torch import nn
 
 import dynafed
 from dynafed import UserError
-from dynafed.engine.run import read_metrics
+from dynafed.engine.summary import read_metrics
 
 CHANGES: dict[str, Any] = {"method": "scaffold", "client_state": "persistent", "rounds": 12, "mlp.width": 8}
 SETTINGS = [word for key, value in CHANGES.items() for word in ("-s", f"{key}={value}")]

@@ -29,7 +29,7 @@ from nodes import QUICK
 
 import dynafed
 from dynafed import Config
-from dynafed.engine.run import read_metrics
+from dynafed.engine.summary import read_metrics
 from dynafed.flower.environment import DEFAULTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

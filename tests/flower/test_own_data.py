@@ -252,6 +252,32 @@ def test_texts_as_labels_are_numbered_alike_everywhere(tmp_path: Path) -> None:
     assert Config.load(tmp_path / "flower" / "config.toml").to_dict()["data"]["labels"] == ["ant", "bee", "cat", "owl"]
 
 
+def test_tables_are_put_together_by_the_names_of_their_columns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng, plain, mixed = np.random.default_rng(0), [], {}
+    for client in range(CLIENTS):
+        rows = [{"age": a, "dose": b, "y": int(a > b)} for a, b in rng.normal(size=(12, 2)).round(3)]
+        for name, order in (
+            ("plain", ["age", "dose", "y"]),
+            ("mixed", [["y", "dose", "age"], ["age", "dose", "y"]][client == 0]),
+        ):
+            lines = [",".join(order), *(",".join(str(row[key]) for key in order) for row in rows)]
+            (tmp_path / f"{name}{client}.csv").write_text("\n".join(lines))
+        plain.append(tmp_path / f"plain{client}.csv")
+        mixed[client] = str(tmp_path / f"mixed{client}.csv")
+    (tmp_path / "odd.csv").write_text("age,height,y\n1,2,0\n2,1,1\n")
+    chosen = quick(evaluate="clients")
+    local = dynafed.run(chosen, clients=plain, out=tmp_path / "local")
+    run_config = app(chosen, tmp_path / "flower")
+    nodes = federation(run_config, mixed)
+    nodes.contexts[7] = nodes.context(0, data=str(tmp_path / "odd.csv"))
+    serve(run_config, nodes)
+    same_metrics(tmp_path, local)
+    assert Config.load(tmp_path / "flower" / "config.toml").to_dict()["data"]["columns"] == ["age", "dose"]
+    assert "node 7 can't take part: its columns are others than those of the run, such as 'dose'" in caplog.text
+
+
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
 def test_a_node_computes_on_the_kernels_that_the_server_chose(
     tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +359,7 @@ def test_a_lie_about_an_evaluation_leaves_out_one_client(
 
 
 SOUND: dict[str, Any] = {"shape": [6], "dtype": "float32", "labels": [0, 1], "sizes": [9]}
-SOUND |= {"targets": "classes", "outputs": 0}
+SOUND |= {"targets": "classes", "outputs": 0, "columns": []}
 
 
 @pytest.mark.parametrize(
@@ -359,6 +385,7 @@ SOUND |= {"targets": "classes", "outputs": 0}
         ({"sizes": [2**41]}, "its numbers of samples can't be"),
         ({"sizes": [9, 9]}, "it has 2 clients, and its partition 0 has others"),
         ({"labels": None}, "its answer can't be read: KeyError"),
+        ({"columns": ["a\x1b"]}, "its columns must have short names"),
         ({"targets": "everything"}, "what it has to learn can't be"),
         ({"targets": "numbers", "outputs": 2**30}, "what it has to learn can't be"),
         ({"targets": "numbers", "outputs": 2}, "it has 2 numbers to learn, the others classes"),

@@ -15,7 +15,7 @@ from dynafed.data.settings import DataSettings
 from dynafed.data.targets import label_array
 from dynafed.errors import UserError
 from dynafed.flower.app_config import AppConfig
-from dynafed.flower.declaration import Declaration, agree, read_declaration
+from dynafed.flower.declaration import Declaration, agree, agree_on_columns, read_declaration
 from dynafed.flower.link import Link
 from dynafed.flower.nodes import NodeDirectory
 from dynafed.flower.own_data import NodeClients, put_schema, schema_settings
@@ -41,7 +41,8 @@ def agreed_clients(
     else:
         config, mean_size, refused = _collect(config, app_config, grid, held)
     clients = NodeClients.of(config, {}, {}, mean_size)
-    clients.splits = {name: clients.schema.stored(*raw, name) for name, raw in held.items()}
+    # Read again: by now it is known which columns count.
+    clients.splits = {name: clients.schema.stored(*raw, name) for name, raw in _server_samples(config).items()}
     return config, clients, refused
 
 
@@ -85,28 +86,30 @@ def _collect(
     nodes: NodeDirectory[Declaration] = NodeDirectory(
         Link(lambda: grid), app_config, config.clients, read_declaration, message_type="query.declare"
     )
-    found: list[Schema] = []
+    found: list[tuple[Schema, tuple[str, ...]]] = []
 
     def settled() -> bool:
         while len(serving := nodes.serving()) >= nodes.wanted:
-            declared = {node: nodes.accepted[node] for node in serving.values()}
-            schema, odd = agree(declared, settings, labels, integers)
+            declared = {node: nodes.accepted[node] for _, node in sorted(serving.items())}
+            columns, odd = agree_on_columns(declared, settings)
+            if not odd:
+                schema, odd = agree(declared, settings, labels, integers)
             odd |= {
                 node: f"it has {len(each.sizes)} clients, and its partition {nodes.partition_of[node]} has others"
                 for node, each in declared.items()
                 if len(each.sizes) != len(range(nodes.partition_of[node], config.clients, nodes.num_partitions))
             }
             if not odd:
-                found.append(schema)
+                found.append((schema, columns))
                 return True
             for node, reason in odd.items():
                 nodes.reject(node, reason)
         return False
 
     nodes.wait(settled=settled)
-    (schema,) = found
+    ((schema, columns),) = found
     log.info("samples are %s, %d classes", schema.shape, schema.classes)
-    return put_schema(config, schema_settings(schema)), _mean_size(nodes, schema, settings), nodes.rejected
+    return put_schema(config, schema_settings(schema, columns)), _mean_size(nodes, schema, settings), nodes.rejected
 
 
 def _mean_size(nodes: NodeDirectory[Declaration], schema: Schema, settings: DataSettings) -> int:

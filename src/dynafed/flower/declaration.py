@@ -50,6 +50,8 @@ class Declaration:
     """What is learned, as a `Schema` says it."""
     outputs: int = 0
     """How many labels or numbers a sample has, if there are no classes."""
+    columns: tuple[str, ...] = ()
+    """The columns that are learned from, in their order, if the samples are a table's."""
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape)
@@ -70,7 +72,7 @@ def describe(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype} of shape {tuple(shape)}"
 
 
-def declare(raw: Mapping[str, Raw], targets: str | None) -> Declaration:
+def declare(raw: Mapping[str, Raw], targets: str | None, columns: tuple[str, ...] = ()) -> Declaration:
     """What a node declares, given its clients' samples under a title for each; refused if they are nothing alike.
 
     Without `targets`, the samples tell what is learned.
@@ -94,7 +96,7 @@ def declare(raw: Mapping[str, Raw], targets: str | None) -> Declaration:
         raise UserError(f"its clients' samples are nothing alike: {said}")
     ((dtype, shape, kind, outputs),) = kinds
     distinct = np.unique(np.concatenate(labels[1:] or labels))
-    return Declaration(shape, dtype, distinct, tuple(sizes), kind, outputs)
+    return Declaration(shape, dtype, distinct, tuple(sizes), kind, outputs, columns)
 
 
 def write_declaration(declaration: Declaration) -> ConfigRecord:
@@ -107,6 +109,7 @@ def write_declaration(declaration: Declaration) -> ConfigRecord:
             "sizes": list(declaration.sizes),
             "targets": declaration.targets,
             "outputs": declaration.outputs,
+            "columns": list(declaration.columns),
         }
     )
 
@@ -115,20 +118,23 @@ def read_declaration(content: RecordDict) -> Declaration:
     """The inverse of `write_declaration`; raises any exception if the node sent something else, or too much of it."""
     record = content.config_records["declaration"]
     shape, dtype, labels, sizes = (record[name] for name in ("shape", "dtype", "labels", "sizes"))
-    targets, outputs = record["targets"], record["outputs"]
+    targets, outputs, columns = record["targets"], record["outputs"], record["columns"]
     if not (_whole_numbers(shape, MAX_DIMENSIONS) and min(shape) > 0 and math.prod(shape) <= MAX_VALUES):
         raise UserError(f"its samples' shape is none that can be: {str(shape)[:100]}")
     if dtype not in DTYPES:
         raise UserError(f"its samples are of a type that can't be: {str(dtype)[:100]}")
     if not (_whole_numbers(sizes, MAX_CLIENTS) and min(sizes) > 0 and max(sizes) <= MAX_SAMPLES):
         raise UserError("its numbers of samples can't be")
+    if not (_texts(columns) or columns == []):
+        raise UserError(f"its columns must have short names, at most {MAX_LABELS} of them")
+    names = tuple(map(str, columns))
     if targets == "classes":
         if not (_whole_numbers(labels, MAX_LABELS) or _texts(labels)):
             raise UserError(f"its labels must be whole numbers or short texts, at most {MAX_LABELS} different ones")
-        return Declaration(tuple(shape), str(dtype), np.unique(np.array(labels)), tuple(sizes))
+        return Declaration(tuple(shape), str(dtype), np.unique(np.array(labels)), tuple(sizes), columns=names)
     if targets not in ("labels", "numbers") or type(outputs) is not int or not 0 < outputs <= MAX_LABELS:
         raise UserError("what it has to learn can't be")
-    return Declaration(tuple(shape), str(dtype), np.empty(0), tuple(sizes), str(targets), outputs)
+    return Declaration(tuple(shape), str(dtype), np.empty(0), tuple(sizes), str(targets), outputs, names)
 
 
 def _whole_numbers(values: object, most: int) -> TypeGuard[list[int]]:
@@ -214,6 +220,25 @@ def _farthest(labels: np.ndarray) -> tuple[int, int]:
     return max(0, -int(labels[0])), int(labels[-1])
 
 
+def agree_on_columns(
+    declared: Mapping[int, Declaration], given: DataSettings
+) -> tuple[tuple[str, ...], dict[int, str]]:
+    """The columns that are learned from, and each node that has others, with the reason; none if there are no tables.
+
+    Those that the config gives count, else those of most nodes, in the order of the first of them.
+    """
+    tables = {node: each.columns for node, each in declared.items() if each.columns}
+    if not tables:
+        return given.columns, {}
+    common = _most_common([frozenset(names) for names in tables.values()], "their tables' columns differ")
+    columns = given.columns or next(names for names in tables.values() if common == frozenset(names))
+    odd = {}
+    for node, names in tables.items():
+        if different := sorted(frozenset(columns) ^ frozenset(names)):
+            odd[node] = f"its columns are others than those of the run, such as '{different[0]}'"
+    return columns, odd
+
+
 def _majority(declared: Mapping[int, Declaration], given: DataSettings) -> tuple[tuple[int, ...], str]:
     """Shape and type that count: those given, else those of most nodes."""
     kinds = [(given.shape or each.shape, given.dtype or each.dtype) for each in declared.values()]
@@ -228,7 +253,7 @@ def _most_common(values: Sequence[T], difference: str) -> T:
     ranked = Counter(values).most_common(2)
     if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
         raise UserError(
-            f"as many nodes say one thing as another: {difference}; say what counts with data.shape, data.dtype and "
-            "data.labels in the server's config"
+            f"as many nodes say one thing as another: {difference}; say what counts with data.shape, data.dtype, "
+            "data.labels and data.columns in the server's config"
         )
     return ranked[0][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from dynafed.config import Config
+from dynafed.data.files import file_clients, pinned_columns
 from dynafed.data.own import OwnClients, client_title
 from dynafed.data.readers import is_client_path, read
 from dynafed.data.schema import Samples, Schema
@@ -82,9 +83,10 @@ def _schema(config: Config) -> Schema:
     )
 
 
-def schema_settings(schema: Schema) -> dict[str, Any]:
-    """A schema as keys of section `data`."""
+def schema_settings(schema: Schema, columns: Sequence[str]) -> dict[str, Any]:
+    """A schema as keys of section `data`, and the columns that the samples are made of."""
     return {
+        "columns": list(columns),
         "shape": list(schema.shape),
         "dtype": str(schema.dtype).removeprefix("torch."),
         "classes": 0 if schema.labels else schema.classes,
@@ -102,17 +104,19 @@ def put_schema(config: Config, schema: Mapping[str, Any]) -> Config:
 
 def agreed_record(federation: Federation) -> ConfigRecord:
     """What the server tells its nodes with every request: the schema, and the kernels that it chose."""
-    return ConfigRecord(
-        {"schema": json.dumps(schema_settings(federation.schema)), "kernels": federation.config.kernels}
-    )
+    columns = federation.config.section("data", DataSettings).columns
+    agreed = schema_settings(federation.schema, columns)
+    return ConfigRecord({"schema": json.dumps(agreed), "kernels": federation.config.kernels})
 
 
 def node_declaration(config: Config, app_config: AppConfig, context: Context) -> Declaration:
     """What a node says about its samples."""
     columns = config.section("data", DataSettings).table_columns()
     titles = {client_title(client, ()): source for client, source in node_sources(config, app_config, context).items()}
-    raw = {where: read(source, columns, where) for where, source in titles.items()}
-    return declare(raw, config_targets(config))
+    whole = Path(str(context.node_config["data"])).expanduser()  # of which clients may have only some rows
+    first = pinned_columns(whole if whole.is_file() else next(iter(titles.values())), columns)
+    raw = {where: read(source, replace(columns, samples=first), where) for where, source in titles.items()}
+    return declare(raw, config_targets(config), first)
 
 
 def node_federation(config: Config, app_config: AppConfig, context: Context, content: RecordDict) -> Federation:
@@ -141,7 +145,7 @@ def node_sources(config: Config, app_config: AppConfig, context: Context) -> dic
     partition, _ = node_partition(context)
     num_partitions = app_config.num_partitions or config.clients
     clients = range(partition, config.clients, num_partitions)
-    sources = _sources(data, clients)
+    sources = _sources(data, clients, config.section("data", DataSettings))
     if len(sources) != len(clients):
         raise UserError(
             f"data = '{data}' has {len(sources)} clients, but {len(clients)} of clients = {config.clients} belong to "
@@ -150,7 +154,7 @@ def node_sources(config: Config, app_config: AppConfig, context: Context) -> dic
     return dict(zip(clients, sources, strict=True))
 
 
-def _sources(data: str, clients: Sequence[int]) -> Sequence[Any]:
+def _sources(data: str, clients: Sequence[int], settings: DataSettings) -> Sequence[Any]:
     """A function for each client, or a path for each."""
     path = Path(data).expanduser()
     if ":" in data and not path.exists():
@@ -158,6 +162,6 @@ def _sources(data: str, clients: Sequence[int]) -> Sequence[Any]:
         if not callable(function):
             raise UserError(f"data = '{data}' is a {type(function).__name__}: name a function that returns samples")
         return [partial(function, client) for client in clients] if required_arguments(function) else [function]
-    if path.is_dir() and not is_client_path(path):
-        return sorted(filter(is_client_path, path.iterdir()))
+    if (path.is_dir() and not is_client_path(path)) or (path.is_file() and settings.client):
+        return list(file_clients(path, settings).values())
     return [path]

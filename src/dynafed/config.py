@@ -117,6 +117,9 @@ class Config:
         high=4096,
         execution=True,
     )
+    worker_timeout: int = setting(
+        3600, "seconds without an answer of any worker after which the run ends (0: never)", low=0, execution=True
+    )
     threads: int = setting(1, "threads of each worker", low=1, high=1024, execution=True)
     kernels: str = setting(
         "auto",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,17 @@ def test_too_many_failed_rounds_in_a_row_end_the_run(tmp_path: Path, capsys: pyt
 def test_older_folders_count_as_the_same_run() -> None:
     assert not {"large_updates", "max_update_norm"} & Config().deciding().keys()
     assert Config(large_updates="clip").deciding()["large_updates"] == "clip"
+
+
+def test_a_worker_that_hangs_ends_the_run_with_its_checkpoint(tmp_path: Path) -> None:
+    class Stopping(ProcessBackend):
+        def __enter__(self) -> ProcessBackend:
+            super().__enter__()
+            for process, _ in self.workers.values():
+                os.kill(process.pid or 0, signal.SIGSTOP)
+            return self
+
+    config = tiny(workers=2, worker_timeout=1)
+    with pytest.raises(RunFailed, match="no worker process answered within 1 seconds"):
+        dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / "r", backend=Stopping)
+    assert (tmp_path / "r" / "checkpoint" / "round-000000").is_dir()

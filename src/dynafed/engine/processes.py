@@ -134,7 +134,11 @@ class ProcessBackend:
             busy = [connection for connection, numbers in running.items() if numbers]
             if not busy:
                 return
-            for ready in wait(busy):
+            patience = self.federation.config.worker_timeout
+            answered = wait(busy, patience or None)
+            if not answered:
+                raise WorkerDied(f"no worker process answered within {patience} seconds (worker_timeout)")
+            for ready in answered:
                 assert isinstance(ready, Connection)
                 done[running[ready].popleft()] = self._receive(ready)
                 free.append(ready)

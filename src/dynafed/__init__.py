@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from dynafed.callbacks import Callback, EarlyStopping, RunContext
     from dynafed.config import Config
     from dynafed.engine.compare import Comparison, compare
-    from dynafed.engine.run import Result, resume, run
+    from dynafed.engine.result import Result
+    from dynafed.engine.run import resume, run
     from dynafed.methods import Method
     from dynafed.predictor import Predictor, load
     from dynafed.synthesis.synthesize import synthesize
@@ -44,7 +45,7 @@ _LAZY = {
     "EarlyStopping": "dynafed.callbacks",
     "Method": "dynafed.methods",
     "Predictor": "dynafed.predictor",
-    "Result": "dynafed.engine.run",
+    "Result": "dynafed.engine.result",
     "RunContext": "dynafed.callbacks",
     "__version__": "dynafed.version",
     "compare": "dynafed.engine.compare",

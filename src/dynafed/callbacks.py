@@ -23,7 +23,7 @@ from dynafed.settings import setting
 
 if TYPE_CHECKING:
     from dynafed.config import Config
-    from dynafed.engine.run import Result
+    from dynafed.engine.result import Result
     from dynafed.messages import Update
     from dynafed.tree import Tree
 

@@ -13,7 +13,7 @@ from dynafed.terminal import View
 
 if TYPE_CHECKING:
     from dynafed.engine.compare import Comparison
-    from dynafed.engine.run import Result
+    from dynafed.engine.result import Result
 
 WIDTH, HEIGHT = 480, 160
 SHARES = ("accuracy", "f1")

@@ -27,7 +27,7 @@ from dynafed.cli.common import (
 from dynafed.errors import Interrupted
 
 if TYPE_CHECKING:
-    from dynafed.engine.run import Result
+    from dynafed.engine.result import Result
 
 
 def register(commands: Commands) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from dynafed import tree
+from dynafed.callbacks import Record
+from dynafed.engine.backend import Backend
 from dynafed.engine.federation import Federation
+from dynafed.engine.server import RoundOutcome
 from dynafed.problem import BATCH, Problem
 from dynafed.stages import counted
 from dynafed.tasks import Tally, Task, add_up
@@ -27,6 +31,35 @@ def evaluate(federation: Federation, model: Tree) -> dict[str, Any]:
     """A model's metrics, computed in this process."""
     parts = evaluation_parts(federation)
     return metrics(federation, parts, (evaluate_part(federation, model, *part) for part in parts))
+
+
+def evaluate_round(federation: Federation, backend: Backend, outcome: RoundOutcome) -> Record:
+    """A round's metrics: of what is served, and of the model before the mean and before the server steps."""
+    began = time.perf_counter()
+    served, metric = outcome.served or outcome.model, federation.problem.task.metric
+    record: Record = dict(backend.evaluate(served))
+    if outcome.served is not None:
+        record |= {f"{name}_raw": value for name, value in backend.evaluate(outcome.model).items()}
+    if outcome.model is not outcome.average:
+        record[f"{metric}_before_refine"] = backend.evaluate(outcome.average)[metric]
+    if federation.attack:
+        record |= federation.attack.success(federation, served)
+    if outcome.accepted and federation.config.watch:
+        record["watch"] = _watched_losses(federation, outcome)
+    return record | {"seconds_eval": time.perf_counter() - began}
+
+
+def _watched_losses(federation: Federation, outcome: RoundOutcome) -> Record:
+    """The losses on watched clients' data: through local training, after the average, after the server steps."""
+    problem, found = federation.problem, {}
+    for client in federation.config.watch:
+        view = federation.client(client)
+        after = {
+            name: problem.mean_loss(tree.to(model, problem.device), view.x, view.y)
+            for name, model in (("aggregated", outcome.average), ("refined", outcome.model))
+        }
+        found[str(client)] = {"local": list(outcome.curves.get(client, ()))} | after
+    return found
 
 
 def evaluation_parts(federation: Federation) -> list[Part]:

@@ -10,13 +10,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
-from torch import nn
 
 from dynafed import tree
 from dynafed.callbacks import Callback, CallbackList, Record, RunContext, make_callbacks
@@ -24,6 +21,7 @@ from dynafed.config import Config
 from dynafed.engine import checkpoint
 from dynafed.engine.backend import BACKENDS, Backend, BackendFactory
 from dynafed.engine.checkpoint import RunState
+from dynafed.engine.evaluation import evaluate_round
 from dynafed.engine.federation import Federation, sample_clients
 from dynafed.engine.files import (
     lock_folder,
@@ -35,16 +33,17 @@ from dynafed.engine.files import (
     write_bytes,
     write_json,
 )
-from dynafed.engine.server import RoundOutcome, server_broadcast, server_setup, server_update
-from dynafed.engine.stopping import Stopped, StopSignal
+from dynafed.engine.result import Result
+from dynafed.engine.server import server_broadcast, server_setup, server_update
+from dynafed.engine.stopping import StopSignal, check_failed_rounds, explain_failure
 from dynafed.engine.summary import chained, class_distribution, summarize, write_metrics
 from dynafed.engine.trust import load_run_config
 from dynafed.engine.verify import CHECKSUMS, read_history, write_checksums
-from dynafed.errors import Interrupted, RunFailed, UserError
+from dynafed.errors import UserError
 from dynafed.messages import Update
 from dynafed.methods import ServerRuntime
 from dynafed.models import Factory
-from dynafed.predictor import DESCRIPTION, WEIGHTS, Predictor, describe
+from dynafed.predictor import DESCRIPTION, WEIGHTS, describe
 from dynafed.report import write_report
 from dynafed.stages import counted, stage
 from dynafed.synthesis.quality import evidence_for
@@ -57,59 +56,6 @@ T = TypeVar("T")
 log = logging.getLogger("dynafed")
 
 Callbacks = Sequence[Callback | Callable[..., Any]]
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    """A finished run."""
-
-    path: Path
-    federation: Federation
-    state: RunState
-    history: list[Record]
-    """One record a round, as in metrics.jsonl."""
-    summary: dict[str, Any]
-
-    def __repr__(self) -> str:
-        metric = self.federation.problem.task.metric
-        final, deviation = self.summary[f"final_{metric}"], self.summary["final_std"]
-        scale, unit = (100, " %") if metric == "accuracy" else (1, "")
-        return (
-            f"Result({self.summary['method']} on {self.summary['dataset']}, {self.summary['rounds']} rounds: "
-            f"{metric} {scale * final:.2f} ± {scale * deviation:.2f}{unit}, in {str(self.path)!r})"
-        )
-
-    def _repr_html_(self) -> str:
-        from dynafed.notebook import result_html
-
-        return result_html(self)
-
-    @property
-    def final_accuracy(self) -> float:
-        """The mean accuracy of the last five rounds that were evaluated."""
-        if "final_accuracy" not in self.summary:
-            raise UserError(f"with loss = '{self.federation.config.loss}' there is no accuracy: look at result.summary")
-        return float(self.summary["final_accuracy"])
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The trained global model, in evaluation mode. It takes normalized samples; `predict` takes raw ones."""
-        module = self.federation.problem.model
-        module.load_state_dict(self.state.final_model, strict=False)
-        return module.eval()
-
-    @cached_property
-    def predictor(self) -> Predictor:
-        """The model with the normalization of its inputs and the labels of its classes."""
-        return Predictor(self.model, self.federation.schema, self.federation.problem.task)
-
-    def predict(self, x: Any) -> np.ndarray:
-        """What the trained model takes raw samples for: labels as they were given, or numbers."""
-        return self.predictor.predict(x)
-
-    def evaluate(self, x: Any, y: Any) -> dict[str, float]:
-        """The trained model's metrics on raw samples with their labels."""
-        return self.predictor.evaluate(x, y)
 
 
 @with_progress
@@ -269,7 +215,7 @@ def _run_rounds(
                 check_failed_rounds(config.max_failed_rounds, history)
             check_failed_rounds(config.max_failed_rounds, history)  # a resumed run may have no rounds left
         except Exception as error:
-            failure = _explained(error, path)
+            failure = explain_failure(error, path)
             try:
                 write_metrics(path, history)  # a line may be what couldn't be written
                 checkpoint.save(path, federation, state)
@@ -291,28 +237,6 @@ def _run_rounds(
     result = Result(path, federation, state, history, summary)
     callbacks.tell("on_run_end", run, result)
     return result
-
-
-def check_failed_rounds(allowed: int, history: list[Record]) -> None:
-    """End a run in which nothing gets through any more; `allowed` failed rounds in a row are too many."""
-    last = history[-allowed:]
-    if allowed and len(last) == allowed and all(record.get("skipped") for record in last):
-        reasons = [f"client {each['client']}: {each['reason']}" for record in last for each in record["rejected"]]
-        raise RunFailed(
-            f"{allowed} rounds in a row failed (max_failed_rounds), the last is round {last[-1]['round']}"
-            + (f"; {reasons[-1]}" if reasons else "; no client sent an update")
-        )
-
-
-def _explained(error: Exception, path: Path) -> BaseException:
-    """What is raised in an error's place, with the command that continues the run."""
-    if isinstance(error, Stopped):
-        return Interrupted(f"interrupted; continue with: {resume_command(path)}", path)
-    if isinstance(error, RunFailed):
-        return type(error)(f"{error}; continue with: {resume_command(path)}")
-    if not isinstance(error, UserError):
-        error.add_note(f"continue with: {resume_command(path)}")
-    return error
 
 
 def one_round(
@@ -354,9 +278,7 @@ def one_round(
     names = federation.data.names
     record |= {
         "clients": outcome.accepted,
-        **(
-            {"client_names": [names[client] for client in outcome.accepted]} if (names := federation.data.names) else {}
-        ),
+        **({"client_names": [names[client] for client in outcome.accepted]} if names else {}),
         "repeats": attempt,
         **({} if outcome.accepted else {"skipped": True}),
         **outcome.metrics,
@@ -364,19 +286,7 @@ def one_round(
         "seconds_server": time.perf_counter() - began - waiting.seconds,
     }
     if round_num % config.eval_every == 0 or round_num == config.rounds:
-        evaluated = time.perf_counter()
-        metric = federation.problem.task.metric
-        record |= backend.evaluate(outcome.served or outcome.model)
-        if outcome.served is not None:
-            raw = backend.evaluate(outcome.model)
-            record |= {f"{name}_raw": value for name, value in raw.items()}
-        if outcome.model is not outcome.average:
-            record[f"{metric}_before_refine"] = backend.evaluate(outcome.average)[metric]
-        if attack:
-            record |= attack.success(federation, outcome.served or outcome.model)
-        if outcome.accepted and config.watch:
-            record["watch"] = _watched_losses(federation, outcome)
-        record["seconds_eval"] = time.perf_counter() - evaluated
+        record |= evaluate_round(federation, backend, outcome)
     record["seconds"] = time.perf_counter() - began
     state.clients.commit(outcome.accepted)  # last: whatever fails before leaves the old state as it was
     server, served = dict(outcome.server), outcome.served
@@ -396,19 +306,6 @@ def _stage_states(
         on_result(update)
         yield update
         runtime.check_stop()
-
-
-def _watched_losses(federation: Federation, outcome: RoundOutcome) -> Record:
-    """The losses on watched clients' data: through local training, after the average, after the server steps."""
-    problem, found = federation.problem, {}
-    for client in federation.config.watch:
-        view = federation.client(client)
-        after = {
-            name: problem.mean_loss(tree.to(model, problem.device), view.x, view.y)
-            for name, model in (("aggregated", outcome.average), ("refined", outcome.model))
-        }
-        found[str(client)] = {"local": list(outcome.curves.get(client, ()))} | after
-    return found
 
 
 class Stopwatch:

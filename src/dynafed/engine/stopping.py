@@ -1,12 +1,16 @@
-"""Stopping a run from outside without losing work."""
+"""Why a run ends before its last round: somebody stops it, or nothing gets through any more."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dynafed.callbacks import Record
+from dynafed.engine.files import resume_command
+from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.stages import stage
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -49,3 +53,25 @@ class StopSignal:
         if number == signal.SIGINT:
             stage("stopping (Ctrl-C again: at once)")
             signal.signal(number, self.handlers_before.pop(signal.SIGINT, signal.default_int_handler))
+
+
+def check_failed_rounds(allowed: int, history: list[Record]) -> None:
+    """End a run in which nothing gets through any more; `allowed` failed rounds in a row are too many."""
+    last = history[-allowed:]
+    if allowed and len(last) == allowed and all(record.get("skipped") for record in last):
+        reasons = [f"client {each['client']}: {each['reason']}" for record in last for each in record["rejected"]]
+        raise RunFailed(
+            f"{allowed} rounds in a row failed (max_failed_rounds), the last is round {last[-1]['round']}"
+            + (f"; {reasons[-1]}" if reasons else "; no client sent an update")
+        )
+
+
+def explain_failure(error: Exception, path: Path) -> BaseException:
+    """What is raised in an error's place, with the command that continues the run."""
+    if isinstance(error, Stopped):
+        return Interrupted(f"interrupted; continue with: {resume_command(path)}", path)
+    if isinstance(error, RunFailed):
+        return type(error)(f"{error}; continue with: {resume_command(path)}")
+    if not isinstance(error, UserError):
+        error.add_note(f"continue with: {resume_command(path)}")
+    return error

@@ -76,7 +76,7 @@ def test_a_terminal_sees_every_stage_and_a_line_for_each_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    screen, code = in_a_terminal(["compare", *FAST, "--methods", "fedavg,fedprox", "--out", "c"])
+    screen, code = in_a_terminal(["compare", *FAST, "-s", "rounds=100", "--methods", "fedavg,fedprox", "--out", "c"])
     assert code == 0
     lines = lines_of(screen)
     assert max(map(len, lines)) <= 80
@@ -154,7 +154,7 @@ def test_a_run_tells_the_bar_around_it(tmp_path: Path) -> None:
     assert told[2:5] == [("starting workers", done, 2) for done in range(3)]
     run = bar.progress.run
     assert (run.title, run.round, run.rounds, len(run.round_seconds)) == ("fedavg", 6, 6, 6)
-    assert run.accuracy == result.history[-1]["accuracy"]
+    assert run.value == result.history[-1]["accuracy"]
     assert not diary.said  # a single run needs no line: the caller says more
     assert run.left() == 0
 
@@ -173,7 +173,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.Mon
     now = 100.0
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now, strftime=lambda form: "12:00:00"))
     console = Console(file=io.StringIO(), width=80)
-    view, shown = LineView(console), Progress(RunProgress("fedavg", rounds=10, round=3, accuracy=0.5))
+    view, shown = LineView(console), Progress(RunProgress("fedavg", rounds=10, round=3, value=0.5))
     shown.run.stage = Stage("clients", 2, 8)
     assert isinstance(ProgressBar("", console).view, LineView)
     lines = []
@@ -238,7 +238,8 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     run.stage.advance(1, 4)
     assert run.left() == pytest.approx(10 * 8 - 2)  # guessed from the first client
     now = 30.0
-    run.end_round(1, 10.0, 0.25)
+    run.end_round({"round": 1, "seconds": 10.0, "accuracy": 0.25})
+    assert run.measured() == "accuracy 25.00 %"
     run.begin_round(4)
     assert run.left() == pytest.approx(90)
     run.enter("synthesis", 0, 100)

@@ -53,12 +53,35 @@ def test_the_table_shows_what_differs(
     assert capsys.readouterr().out == "no run meets this\n"
 
 
+def test_a_narrow_terminal_sees_fewer_columns(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "65")
+    assert main(["runs", str(folder)]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert table[1].split() == ["run", "method", "alpha", "state", "rounds", "accuracy"]
+    assert sum(line.endswith(" % ") for line in table) == 3
+    assert last.startswith("not shown: seed ")
+    assert main(["runs", str(folder), "--columns", "seed"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == "seed"
+
+
 def test_a_run_that_goes_on_is_running(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if sys.platform != "linux":
         pytest.skip("who holds a lock is known on Linux only")
     with lock_folder(folder / "sub/c"):
         assert listed(capsys, str(folder), "--where", "state=running") == ["c"]
     assert listed(capsys, str(folder), "--where", "state=running") == []
+
+
+def test_a_run_resumed_for_more_rounds_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny(tmp_path / "a", rounds=1)
+    if sys.platform == "linux":
+        with lock_folder(tmp_path / "a"):
+            assert listed(capsys, str(tmp_path), "--where", "state=running") == ["a"]
+    config = tmp_path / "a/config.toml"
+    config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 3\n"))
+    assert listed(capsys, str(tmp_path), "--where", "state=stopped") == ["a"]
 
 
 def test_the_index_page_links_to_the_reports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

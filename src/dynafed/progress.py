@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+METRICS = ("accuracy", "rmse")
+"""What a run is summed up by: the first of these that it has."""
 
 RECENT = 9
 """Rounds whose median is taken for the time of the next ones: a synthesis among them doesn't count."""
@@ -72,7 +77,9 @@ class RunProgress:
     rounds: int = 0
     """In all; 0 as long as the run is only being prepared."""
     round: int = 0
-    accuracy: float | None = None
+    metric: str = "accuracy"
+    value: float | None = None
+    """Of the metric, as last measured."""
     epsilon: float | None = None
     """The privacy loss so far, of a run with differential privacy."""
     stage: Stage = field(default_factory=lambda: Stage("starting"))
@@ -92,11 +99,23 @@ class RunProgress:
         self.round_began = time.monotonic()
         self.stage = Stage("clients", 0, clients)
 
-    def end_round(self, number: int, seconds: float, accuracy: float | None) -> None:
+    def end_round(self, record: Mapping[str, Any]) -> None:
         """A round is done."""
-        self.round = number
-        self.round_seconds.append(seconds)
-        self.accuracy = self.accuracy if accuracy is None else accuracy
+        self.round = record["round"]
+        self.round_seconds.append(record["seconds"])
+        self.epsilon = record.get("epsilon")
+        self.measure(record)
+
+    def measure(self, record: Mapping[str, Any]) -> None:
+        """Keep what a round measured, if it did."""
+        for metric in METRICS:
+            if metric in record:
+                self.metric, self.value = metric, record[metric]
+                break
+
+    def measured(self) -> str:
+        """The metric and its value in words; nothing before it was measured."""
+        return "" if self.value is None else f"{self.metric} {format_metric(self.metric, self.value)}"
 
     def busy(self) -> bool:
         """Whether the round takes long enough to say what it is at; in short ones, that would only flicker."""
@@ -125,7 +144,7 @@ class RunProgress:
         left = self.left()
         parts = [
             f"round {self.round} of {self.rounds}",
-            *([f"accuracy {format_metric('accuracy', self.accuracy)}"] if self.accuracy is not None else []),
+            *([self.measured()] if self.value is not None else []),
             *([f"epsilon {self.epsilon:.2f}"] if self.epsilon is not None else []),
             *([f"{clock(left)} left"] if left is not None else []),
         ]

@@ -13,6 +13,7 @@ from typing import Any
 from dynafed.config import parse_override
 from dynafed.engine.files import is_locked
 from dynafed.errors import UserError
+from dynafed.progress import METRICS, format_metric
 from dynafed.report.load import Run, find_runs, load_run
 from dynafed.settings import nearest
 
@@ -54,7 +55,8 @@ def list_runs(paths: Sequence[Path], where: Iterable[str] = (), sort: str = "", 
 def columns(rows: Sequence[Mapping[str, Any]], more: Iterable[str] = ()) -> list[str]:
     """The columns worth showing: what each run is, how far it is, and in what the runs differ."""
     different = [key for key in SETTINGS if len({repr(row.get(key)) for row in rows}) > 1]
-    return list(dict.fromkeys(["run", "method", *different, *more, "state", "rounds", "accuracy"]))
+    metrics = {row["metric"]: None for row in rows} or METRICS[:1]
+    return list(dict.fromkeys(["run", "method", *different, *more, "state", "rounds", *metrics]))
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
@@ -65,8 +67,8 @@ def text(row: Mapping[str, Any], column: str) -> str:
     match column:
         case "rounds":
             return f"{row['done']}/{value}"
-        case "accuracy" | "best" | "std":
-            return f"{100 * value:.2f} %"
+        case "accuracy" | "rmse" | "best" | "std":
+            return format_metric(row["metric"], value)
         case "seconds":
             return f"{value:.1f}"
         case "changed":
@@ -77,12 +79,13 @@ def text(row: Mapping[str, Any], column: str) -> str:
 
 def _row(run: Run) -> Row:
     last = max((file.stat().st_mtime for file in run.path.iterdir() if file.is_file()), default=0.0)
-    state = "done" if run.finished else "running" if is_locked(run.path) else "stopped"
+    state = "running" if is_locked(run.path) else "done" if run.finished else "stopped"
     row: Row = {
         "run": str(run.path),
         "state": state,
-        "done": int(run.rounds[-1]["round"]) if run.rounds else 0,
-        "accuracy": run.final,
+        "done": run.done,
+        "metric": run.metric,
+        **{metric: run.final if metric == run.metric else None for metric in METRICS},
         "std": run.final_std,
         "best": run.best[1] if run.best else None,
         "seconds": (run.summary or {}).get("seconds") or run.total("seconds"),

@@ -107,9 +107,9 @@ def frame(progress: Progress) -> RenderableType:
     run = progress.run
     lines: list[RenderableType] = []
     if run.rounds:
-        accuracy = f"  accuracy {format_metric('accuracy', run.accuracy)}" if run.accuracy is not None else ""
+        measured = f"  {run.measured()}" if run.value is not None else ""
         epsilon = f"  epsilon {run.epsilon:.2f}" if run.epsilon is not None else ""
-        words = f"round {run.round}/{run.rounds}{accuracy}{epsilon}{_time_left(run.left())}"
+        words = f"round {run.round}/{run.rounds}{measured}{epsilon}{_time_left(run.left())}"
         lines.append(_bar(run.title, run.round, run.rounds, words))
     stage = run.stage
     if not run.round_seconds or run.busy():
@@ -174,7 +174,8 @@ class ProgressBar(Callback):
         """Stop showing it, and end the thread."""
         if self.thread is not None:
             self.quit.set()
-            self.thread.join()
+            if self.thread.is_alive():  # not while Ctrl-C interrupts its start
+                self.thread.join()
             self.thread = None
         self.view.close()
 
@@ -203,8 +204,8 @@ class ProgressBar(Callback):
         shown = self.progress.run
         shown.rounds, shown.round = run.config.rounds, run.round
         shown.title = (shown.title or run.config.method) + (", attacked" if attack_settings(run.config) else "")
-        known = [record["accuracy"] for record in run.history if "accuracy" in record]
-        shown.accuracy = known[-1] if known else None
+        for record in run.history:
+            shown.measure(record)
 
     def on_round_begin(self, run: RunContext, round_num: int) -> None:
         """Show a round's clients."""
@@ -222,8 +223,7 @@ class ProgressBar(Callback):
 
     def on_round_end(self, run: RunContext, record: Record) -> None:
         """Show a finished round."""
-        self.progress.run.end_round(record["round"], record["seconds"], record.get("accuracy"))
-        self.progress.run.epsilon = record.get("epsilon")
+        self.progress.run.end_round(record)
 
     def on_run_end(self, run: RunContext, result: Any) -> None:
         """Leave a line for a run that is one of several."""

@@ -150,7 +150,7 @@ def test_a_comparison_can_be_read_and_curves_switched(make_run: MakeRun, browser
     assert answer["solo"] == "false"
     assert answer["none"] == "nothing to draw"
     assert answer["traffic"].startswith("1.6\u202fMB")
-    assert answer["order"] == ["moon", "fedavg"]
+    assert answer["order"] == ["moon unfinished", "fedavg"]
     assert answer["byName"][0] == "fedavg"
 
 

@@ -45,10 +45,10 @@ def test_the_time_of_a_synthesis_is_parted_from_the_servers(make_run: MakeRun) -
     assert load_run(measured).values("seconds_synthesis") == [0.1]
 
 
-def test_accuracy_at_an_earlier_round_is_what_was_final_then(make_run: MakeRun) -> None:
+def test_final_at_an_earlier_round_is_what_was_final_then(make_run: MakeRun) -> None:
     run = load_run(make_run(rounds=12, each=lambda i, r: r.update(accuracy=i / 100)))
-    assert run.accuracy_at(6) == pytest.approx(0.04)
-    assert run.accuracy_at(12) == run.accuracy_at() == run.final
+    assert run.final_at(6) == pytest.approx(0.04)
+    assert run.final_at(12) == run.final_at() == run.final
 
 
 def test_final_accuracy_is_the_summarys_else_the_mean_of_the_last_five(make_run: MakeRun) -> None:
@@ -156,7 +156,7 @@ def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path, kind: str) ->
 def test_a_broken_config_is_refused(make_run: MakeRun) -> None:
     path = make_run(rounds=1)
     (path / "config.toml").write_text("rounds = \n")
-    with pytest.raises(UserError, match=r"config\.toml can't be read"):
+    with pytest.raises(UserError, match=r"config\.toml is not valid TOML"):
         load_run(path)
 
 

@@ -11,6 +11,9 @@ from rich.table import Table
 
 from dynafed.cli.common import Commands, add_command, out
 
+SHORTEST = 16
+"""So many characters at least for a run's folder, which is folded if it is longer."""
+
 
 def register(commands: Commands) -> None:
     """Add the command."""
@@ -28,12 +31,25 @@ def register(commands: Commands) -> None:
     runs.add_argument("--json", action="store_true")
 
 
+def _too_wide(cells: dict[str, list[str]], width: int, optional: list[str]) -> list[str]:
+    """Take columns out of `cells`, the last of `optional` first, until the others fit; returns those taken out."""
+    left_out: list[str] = []
+    for column in reversed([name for name in cells if name in optional]):
+        need = sum(3 + max(map(len, (name, *found))) for name, found in cells.items() if name != "run")
+        if need + min(SHORTEST, max(map(len, cells["run"]), default=0)) <= width:
+            break
+        del cells[column]
+        left_out.insert(0, column)
+    return left_out
+
+
 def _runs(args: argparse.Namespace) -> None:
-    from dynafed.runs import columns, list_runs, text
+    from dynafed.runs import SETTINGS, columns, list_runs, text
 
     paths = args.paths or [Path("runs")]
     rows = list_runs(paths, args.where, args.sort, args.reverse)
-    shown = columns(rows, filter(None, (args.sort, *args.columns.split(","))))
+    asked = [column for column in (args.sort, *args.columns.split(",")) if column]
+    shown = columns(rows, asked)
     page = None
     if args.page:
         from dynafed.report.index import write_index
@@ -42,13 +58,16 @@ def _runs(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"items": rows} | ({"page": str(page)} if page else {})))
         return
+    cells = {column: [text(row, column) for row in rows] for column in shown}
+    left_out = _too_wide(cells, out.width, [column for column in SETTINGS if column not in asked])
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in shown:
-        table.add_column(
-            column, no_wrap=column != "run", overflow="fold", justify="left" if column == "run" else "right"
-        )
-    for row in rows:
-        table.add_row(*(text(row, column) for column in shown))
+    for column in cells:
+        is_run = column == "run"
+        table.add_column(column, no_wrap=not is_run, overflow="fold", justify="left" if is_run else "right")
+    for values in zip(*cells.values(), strict=True):
+        table.add_row(*values)
     out.print(table if rows else "no run meets this")
+    if left_out and rows:
+        out.print(f"not shown: {', '.join(left_out)} (in a wider window, or with --page or --json)", highlight=False)
     if page:
         out.print(f"page: {page}", highlight=False)

@@ -83,17 +83,19 @@ def sortable_table(
     rows: list[list[tuple[str, Any]]],
     *,
     style: str = "",
-    down: int | None = None,
+    sorted_by: int | None = None,
+    down: bool = True,
     label: str = "table",
 ) -> str:
     """A table that sorts by a click on a column; cells are (HTML, the value to sort by), columns (HTML, is numeric).
 
-    The rows are already in descending order of column `down`. Roles are explicit: on a phone some tables become cards.
+    The rows are already in order of column `sorted_by`, the largest first if `down`. Roles are explicit: on a phone
+    some tables become cards.
     """
-    sort = ' aria-sort="descending"'
+    sort = f' aria-sort="{"descending" if down else "ascending"}"'
     kind = [' class="num"' if numeric else "" for _, numeric in columns]
     head = "".join(
-        f'<th role="columnheader" scope="col"{kind[i]}{sort if i == down else ""}>'
+        f'<th role="columnheader" scope="col"{kind[i]}{sort if i == sorted_by else ""}>'
         f'<button type="button">{name}</button></th>'
         for i, (name, _) in enumerate(columns)
     )

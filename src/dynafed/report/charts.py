@@ -68,19 +68,20 @@ def class_bars(groups: Sequence[Group], names: Sequence[str]) -> Spec | None:
     return {"kind": "bars", "labels": labels, "series": series, "format": "percent", "xlabel": "class", "ymax": 1}
 
 
-def client_lines(groups: Sequence[Group]) -> Spec | None:
-    """Accuracy on each client's data, as last measured, from the lowest client to the highest; mean over seeds."""
+def client_lines(groups: Sequence[Group], metric: str = "accuracy") -> Spec | None:
+    """A metric on each client's data, as last measured, from the lowest client to the highest; mean over seeds."""
     series = []
     for place, group in enumerate(groups):
         rows = [
             sorted(value for value in row.values() if value is not None)
             for run in group.distinct
-            if isinstance(row := run.last("accuracy_per_client"), dict)
+            if isinstance(row := run.last(f"{metric}_per_client"), dict)
         ]
         if rows and len({len(row) for row in rows}) == 1 and rows[0]:
             y = [mean_std(column)[0] for column in zip(*rows, strict=True)]
             series.append({"name": group.label, "x": list(range(1, len(y) + 1)), "y": y, "color": place})
-    spec = {"kind": "lines", "xlabel": "clients, lowest first", "format": "percent", "zero": True, "series": series}
+    kind = "percent" if metric == "accuracy" else "number"
+    spec = {"kind": "lines", "xlabel": "clients, lowest first", "format": kind, "zero": True, "series": series}
     return spec if series else None
 
 

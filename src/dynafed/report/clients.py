@@ -20,11 +20,11 @@ def served_tables(run: Run, class_names: Sequence[str]) -> str:
 
 
 def _client_table(run: Run) -> str:
-    metric = next((key for key in ("accuracy", "rmse") if run.last(f"{key}_per_client")), None)
-    if metric is None:
-        return ""
+    metric = run.metric
     values, losses = run.last(f"{metric}_per_client"), run.last("loss_per_client") or {}
-    worst = sorted(values, key=lambda name: values[name] or 0, reverse=metric == "rmse")[:MOST]
+    if not values:
+        return ""
+    worst = sorted(values, key=lambda name: values[name] or 0, reverse=run.lower_is_better)[:MOST]
     rows: list[list[tuple[str, Any]]] = [
         [
             (escape(name), name),
@@ -35,7 +35,9 @@ def _client_table(run: Run) -> str:
     ]
     tenth = run.last(f"{metric}_worst_tenth")
     lead = f"The worst tenth of {len(values)} clients: {measure(metric).show(tenth)}, on what they held out"
-    table = sortable_table([("client", False), (escape(metric), True), ("loss", True)], rows, label="clients")
+    table = sortable_table(
+        [("client", False), (escape(measure(metric).name), True), ("loss", True)], rows, label="clients"
+    )
     return f'<h3>Clients, worst first</h3><p class="lead">{lead}.</p>{table}'
 
 
@@ -43,11 +45,11 @@ def _confusion_table(confusion: Any, names: Sequence[str]) -> str:
     if not isinstance(confusion, list):
         return ""
     named = [str(name) for name in names] if len(names) == len(confusion) else [str(n) for n in range(len(confusion))]
-    columns = [("is", False), *((escape(f"taken for {name}"), True) for name in named)]
+    columns = [("class", False), *((escape(name), True) for name in named)]
     rows: list[list[tuple[str, Any]]] = [
         [(escape(name), name), *((number(count), count) for count in counts)]
         for name, counts in zip(named, confusion, strict=True)
     ]
-    return "<h3>Which class is taken for which, on the server’s test samples</h3>" + sortable_table(
-        columns, rows, label="confusion matrix"
-    )
+    lead = "A row for each class: how many of the server’s test samples of it are taken for which class."
+    table = sortable_table(columns, rows, style="tight", label="confusion matrix")
+    return f'<h3>Which class is taken for which</h3><p class="lead">{lead}</p>{table}'

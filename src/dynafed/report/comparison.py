@@ -26,9 +26,9 @@ from dynafed.report.sections import (
     setup_line,
     synthesis_parts,
 )
-from dynafed.report.text import NONE, duration, escape, join_limited, mean_std_percent, percent, plural, setting, size
+from dynafed.report.text import NONE, duration, escape, join_limited, percent, plural, setting, size
 
-TASK = ("dataset", "evaluate", "partition", "alpha", "classes_per_client", "clients", "server_samples")
+TASK = ("dataset", "evaluate", "loss", "partition", "alpha", "classes_per_client", "clients", "server_samples")
 """Runs that differ in one of these solve different tasks: their accuracies aren't ranked against each other."""
 
 MOST_TASKS = 8
@@ -67,12 +67,12 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
     page.section("Synthetic data", *synthesis, segment_table(groups, extra.once))
     found = partitions(runs)
     page.section(
-        "Who holds which classes",
+        "Who holds which classes" if found else "Clients",
         *partition_parts(page, found),
         accuracy_parts(page, groups, found[0][1] if found else None),
     )
     page.section("Cost of a round", _cost_bars(groups))
-    keys = ["accuracy_before_refine", "train_loss", *extra.varying]
+    keys = [*(f"{metric}_before_refine" for metric in _metrics(groups)), "train_loss", *extra.varying]
     page.section("Other measures", grid(*(_small(page, groups, key) for key in keys), style="small"))
     page.section("Runs", *_run_details(page, groups, show))
     return page.html()
@@ -81,7 +81,7 @@ def compare_page(runs: Sequence[Run], base: Path) -> str:
 def _to_show(groups: Sequence[Group]) -> Run | None:
     """The run whose synthetic images are shown: of the best group that has some, the first seed."""
     having = [
-        (group.over_seeds(lambda run: run.final)[0] or 0, run)
+        (_sign(group) * (group.over_seeds(lambda run: run.final)[0] or 0), run)
         for group in groups
         for run in group.distinct
         if (run.path / "synthetic.safetensors").is_file()
@@ -96,17 +96,19 @@ def _small(page: Page, groups: Sequence[Group], key: str) -> str:
 
 
 def learning_charts(page: Page, groups: Sequence[Group]) -> list[str]:
-    """Accuracy and loss, a curve for each group."""
+    """Accuracy, or what the runs have instead, and loss: a curve for each group."""
     targets = {run.target for group in groups for run in group.runs}
     target = targets.pop() if len(targets) == 1 else None
     marks = [{"y": target, "label": f"target {percent(target, 0)}"}] if target else []
     at = charts.synthesis_marks(groups)
-    accuracy = charts.group_lines(groups, "accuracy", format="percent", marks=marks, xmarks=at, direct=True)
+    parts = []
+    for metric in _metrics(groups):
+        shown, aims = measure(metric), marks if metric == "accuracy" else []
+        spec = charts.group_lines(groups, metric, format=shown.format, marks=aims, xmarks=at, direct=True)
+        note = ". ".join(filter(None, (_band_note(groups), shown.about)))
+        parts.append(page.chart(spec, shown.title, note, better=shown.better, wide=True))
     loss = charts.group_lines(groups, "loss", log="auto", xmarks=at, direct=True)
-    return [
-        page.chart(accuracy, "Accuracy", _band_note(groups), better="higher", wide=True),
-        page.chart(loss, "Loss", better="lower", wide=True),
-    ]
+    return [*parts, page.chart(loss, "Loss", better="lower", wide=True)]
 
 
 def _ranking(groups: Sequence[Group]) -> str:
@@ -116,6 +118,7 @@ def _ranking(groups: Sequence[Group]) -> str:
     for group in groups:
         config = group.runs[0].config
         said = [f"{key}={setting(config[key])}" for key in keys if key in config]
+        said += [measure(group.metric).name] if len(_metrics(groups)) > 1 else []
         short = group.label
         for part in said:
             short = short.replace(f", {part}", "")
@@ -131,16 +134,17 @@ def _ranking(groups: Sequence[Group]) -> str:
 def _leader(groups: Sequence[Group]) -> str:
     """Who ends highest, by how much above the baseline (FedAvg, if it is there) and above the next."""
     at = common_round(groups)
-    scored = [(*group.over_seeds(lambda run: run.accuracy_at(at)), group) for group in groups]
-    ranked = sorted(((m, s, g) for m, s, g in scored if m is not None), key=lambda entry: -entry[0])
+    scored = [(*group.over_seeds(lambda run: run.final_at(at)), group) for group in groups]
+    ranked = sorted(((m, s, g) for m, s, g in scored if m is not None), key=lambda entry: -_sign(entry[2]) * entry[0])
     if not ranked:
         return "no accuracy yet."
+    shown = measure(ranked[0][2].metric)
     mean, std, top = ranked[0]
     so_far = "" if all(group.finished for group in groups) else " so far"
     over = f"over {plural(len(top.distinct), 'seed')}" if len(top.distinct) > 1 else "with one seed"
-    score = _own(top, mean_std_percent(mean, std))
+    score = _own(top, shown.show_mean(mean, std))
     if len(groups) == 1:
-        return f"{score} final accuracy{so_far} {over}."
+        return f"{score} final {shown.name}{so_far} {over}."
     baseline = next((entry for entry in ranked if entry[2].runs[0].config.get("method") == BASELINE), None)
     rivals = [entry for entry in (baseline, *ranked[1:2]) if entry is not None and entry[2] is not top]
     if baseline is not None and len(rivals) > 1 and rivals[0] is rivals[1]:
@@ -149,7 +153,9 @@ def _leader(groups: Sequence[Group]) -> str:
         text = f"{_own(top)} and {_own(rivals[0][2])} end equal{so_far}: {score} {over}"
     else:
         leads = [_lead(mean, entry, "baseline" if entry is baseline else "") for entry in rivals]
-        text = f"{_own(top)} {'is' if at else 'ends'} highest{so_far}: {score} {over}"
+        score += "" if shown.format == "percent" else f" {shown.name}"
+        place = "highest" if _sign(top) > 0 else "lowest"
+        text = f"{_own(top)} {'is' if at else 'ends'} {place}{so_far}: {score} {over}"
         text += f", {' and '.join(leads)}{_doubt(ranked[0], rivals)}" if leads else ""
     if at is not None:
         text += f"; compared at round {at}, the last that every run has"
@@ -162,15 +168,16 @@ def _leader(groups: Sequence[Group]) -> str:
 
 def _lead(mean: float, rival: Scored, role: str) -> str:
     other, other_std, group = rival
-    inside = f"{role + ', ' if role else ''}{mean_std_percent(other, other_std)}"
-    return f"{100 * (mean - other):.2f} points above {_own(group)} ({inside})"
+    shown = measure(group.metric)
+    inside = f"{role + ', ' if role else ''}{shown.show_mean(other, other_std)}"
+    return f"{shown.points(abs(mean - other))} {'above' if mean > other else 'below'} {_own(group)} ({inside})"
 
 
 def _doubt(top: Scored, rivals: Sequence[Scored]) -> str:
     """What the seeds don't tell about the leads over `rivals`."""
     if any(entry[1] is None for entry in (top, *rivals)):
         return "; one seed doesn’t tell how sure that is"
-    unsure = [entry for entry in rivals if top[0] - entry[0] < (top[1] or 0) + (entry[1] or 0)]
+    unsure = [entry for entry in rivals if abs(top[0] - entry[0]) < (top[1] or 0) + (entry[1] or 0)]
     if not unsure:
         return ""
     whole = "that lead is" if len(rivals) == 1 else "both leads are"
@@ -199,12 +206,15 @@ def _result_table(groups: Sequence[Group]) -> str:
     at = common_round(groups)
     synthesis = any(run.total("seconds_synthesis") for group in groups for run in group.runs)
     columns = [("Setting", False), ("Seeds", False), *([(f"At round {at}", True)] if at else [])]
-    columns += [("Final accuracy", True), ("Best", True)]
+    metrics = _metrics(groups)
+    final = f"Final {measure(metrics[0]).name}" if len(metrics) == 1 else "Final result"
+    columns += [(final, True), ("Best", True)]
     columns += [("Rounds to target", True)] if aim else []
     columns += [("Up a round", True), ("Down a round", True), ("Server a round", True), ("All clients a round", True)]
     columns += [("Synthesis, once", True)] if synthesis else []
     rows = []
     for place, group in enumerate(groups):
+        shown = measure(group.metric)
         mean, std = group.over_seeds(lambda run: run.final)
         best, _ = group.over_seeds(lambda run: run.best[1] if run.best else None)
         done = "" if group.finished else ' <span class="badge">unfinished</span>'
@@ -212,9 +222,9 @@ def _result_table(groups: Sequence[Group]) -> str:
         row: list[tuple[str, Any]] = [
             (f"{swatch}{escape(group.label)}{done}", group.label),
             (escape(f"{len(group.seeds)} ({join_limited(group.seeds)})"), len(group.seeds)),
-            *([_accuracy_cell(group, at)] if at else []),
-            (f"<b>{mean_std_percent(mean, std)}</b>", mean),
-            (percent(best), best),
+            *([_cell_at(group, at)] if at else []),
+            (f"<b>{shown.show_mean(mean, std)}</b>", mean),
+            (shown.show(best), best),
         ]
         if aim:
             row.append(_reached(group))
@@ -226,15 +236,21 @@ def _result_table(groups: Sequence[Group]) -> str:
             once = _synthesis_seconds(group)
             row.append((duration(once), once))
         rows.append(row)
-    rows.sort(key=lambda row: -(row[2][1] or 0))
+    down = not all(group.lower_is_better for group in groups)
+    rows.sort(key=lambda row: (row[2][1] is None, (row[2][1] or 0) * (-1 if down else 1)))
     return blocks.sortable_table(
-        [(escape(name), numeric) for name, numeric in columns], rows, style="results cards", down=2, label="results"
+        [(escape(name), numeric) for name, numeric in columns],
+        rows,
+        style="results cards",
+        sorted_by=2,
+        down=down,
+        label="results",
     )
 
 
-def _accuracy_cell(group: Group, at: int) -> tuple[str, float | None]:
-    mean, std = group.over_seeds(lambda run: run.accuracy_at(at))
-    return f"<b>{mean_std_percent(mean, std)}</b>", mean
+def _cell_at(group: Group, at: int) -> tuple[str, float | None]:
+    mean, std = group.over_seeds(lambda run: run.final_at(at))
+    return f"<b>{measure(group.metric).show_mean(mean, std)}</b>", mean
 
 
 def _synthesis_seconds(group: Group) -> float | None:
@@ -259,7 +275,9 @@ def _reached(group: Group) -> tuple[str, float | None]:
 
 
 def _fine_print(groups: Sequence[Group]) -> str:
-    text = f"Final accuracy is the mean of the last {LAST} evaluated rounds of each run"
+    metrics = _metrics(groups)
+    what = "Final results are" if len(metrics) > 1 else f"Final {measure(metrics[0]).name} is"
+    text = f"{what} the mean of the last {LAST} evaluated rounds of each run"
     if any(len(group.distinct) > 1 for group in groups):
         text += "; then mean ± sample standard deviation over seeds. Best is the mean of the seeds’ best rounds"
     text += ". Times are wall clock on the machine of the run."
@@ -324,11 +342,21 @@ def _run_details(page: Page, groups: Sequence[Group], show: Run | None) -> list[
             extra = page.blocks(run, "h3", gallery=run is show and any("gallery" in part for part in page.parts))
             parts.append(
                 f"<details><summary>{escape(group.label)}, seed {escape(run.config.get('seed', '?'))}: "
-                f"{percent(run.final)}{badge}</summary>"
+                f"{measure(run.metric).show(run.final)}{badge}</summary>"
                 f"<p>{result_sentence(run)} {escape(event_sentence(run))} Folder: {link}</p>"
                 f"{settings(run, mark=marked)}{extra}</details>"
             )
     return parts
+
+
+def _metrics(groups: Sequence[Group]) -> list[str]:
+    """What the groups are measured by."""
+    return list(dict.fromkeys(group.metric for group in groups))
+
+
+def _sign(group: Group) -> int:
+    """What makes larger better."""
+    return -1 if group.lower_is_better else 1
 
 
 def _color(place: int) -> str:

@@ -52,6 +52,16 @@ class Group:
         """Whether all runs came to their end."""
         return all(run.finished for run in self.runs)
 
+    @property
+    def metric(self) -> str:
+        """What its runs are summed up by."""
+        return next((run.metric for run in self.runs if run.final is not None), self.runs[0].metric)
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether that should fall."""
+        return any(run.lower_is_better for run in self.runs)
+
     def over_seeds(self, value: Callable[[Run], float | None]) -> tuple[float | None, float | None]:
         """Mean and sample standard deviation of a number over the seeds that have it."""
         return mean_std([number for run in self.distinct if (number := value(run)) is not None])
@@ -123,7 +133,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def common_round(groups: Sequence[Group]) -> int | None:
     """The last round that every run has, None where all have the same rounds."""
-    lasts = {run.rounds[-1]["round"] for group in groups for run in group.distinct if run.values("accuracy")}
+    lasts = {run.rounds[-1]["round"] for group in groups for run in group.distinct if run.values(run.metric)}
     return min(lasts) if len(lasts) > 1 else None
 
 

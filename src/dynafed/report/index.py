@@ -28,7 +28,7 @@ def write_index(rows: Sequence[Row], columns: Sequence[str], file: Path) -> Path
         [[_cell(row, column, file.parent) for column in columns] for row in rows],
         label="runs",
     )
-    page.section("Runs", f'<div class="scroll">{table}</div>')
+    page.section("Runs", table)
     write_bytes(file, page.html().encode())
     return file
 

@@ -13,6 +13,7 @@ from typing import Any
 from dynafed.config import parse_toml
 from dynafed.engine.files import check_links
 from dynafed.errors import UserError
+from dynafed.progress import METRICS
 
 DEPTH = 3
 """How many levels below a given folder runs are looked for."""
@@ -51,8 +52,32 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
-        return self.summary is not None
+        """Whether the run came to its end, and was not resumed for more rounds since."""
+        if self.summary is None:
+            return False
+        told = self.summary.get("rounds")
+        return bool(self.summary.get("stopped")) or self.planned <= max(self.done, told if isinstance(told, int) else 0)
+
+    @property
+    def done(self) -> int:
+        """The last round that is over."""
+        return int(self.rounds[-1]["round"]) if self.rounds else 0
+
+    @property
+    def planned(self) -> int:
+        """How many rounds there will be."""
+        planned = self.config.get("rounds")
+        return planned if isinstance(planned, int) and planned > 0 else max(1, self.done)
+
+    @property
+    def metric(self) -> str:
+        """The measure that the run is summed up by."""
+        return next((key for key in METRICS if self.values(key)), METRICS[0])
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether that measure should fall."""
+        return self.metric == "rmse"
 
     def points(self, key: str) -> list[tuple[int, float | None]]:
         """(round, value) wherever `key` was measured; None where the value wasn't finite."""
@@ -76,11 +101,11 @@ class Run:
         """The value of `key` in the last round that has it."""
         return next((record[key] for record in reversed(self.rounds) if record.get(key)), None)
 
-    def accuracy_at(self, round_num: int | None = None) -> float | None:
-        """The final accuracy as it would be after that round; without one, `final`."""
-        if round_num is None or not self.rounds or round_num >= self.rounds[-1]["round"]:
+    def final_at(self, round_num: int | None = None) -> float | None:
+        """`final` as it would be after that round; without one, as it is."""
+        if round_num is None or round_num >= self.done:
             return self.final
-        before = [value for at, value in self.points("accuracy") if value is not None and at <= round_num][-LAST:]
+        before = [value for at, value in self.points(self.metric) if value is not None and at <= round_num][-LAST:]
         return statistics.fmean(before) if before else None
 
     def mean(self, key: str) -> float | None:
@@ -90,8 +115,8 @@ class Run:
 
     @property
     def final(self) -> float | None:
-        """The final accuracy: of the summary, else the mean of the last evaluated rounds so far."""
-        return self._from_summary("final_accuracy", lambda last: statistics.fmean(last))
+        """The final accuracy (or other metric): of the summary, else the mean of the last evaluated rounds so far."""
+        return self._from_summary(f"final_{self.metric}", lambda last: statistics.fmean(last))
 
     @property
     def final_std(self) -> float | None:
@@ -100,10 +125,10 @@ class Run:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """(round, accuracy) of the best evaluated round."""
-        seen = [(value, -round_num) for round_num, value in self.points("accuracy") if value is not None]
-        value, round_num = max(seen, default=(None, 0))
-        return None if value is None else (-round_num, value)
+        """(round, value) of the best evaluated round, the first if there are several."""
+        seen = [(round_num, value) for round_num, value in self.points(self.metric) if value is not None]
+        choose = min if self.lower_is_better else max
+        return choose(seen, key=lambda point: point[1]) if seen else None
 
     @property
     def target(self) -> float | None:
@@ -121,10 +146,10 @@ class Run:
         return None if target is None else next(reached, None)
 
     def _from_summary(self, key: str, else_from: Any) -> float | None:
-        told = (self.summary or {}).get(key)
+        told = (self.summary or {}).get(key) if self.finished else None
         if isinstance(told, int | float) and math.isfinite(told):
             return float(told)
-        last = self.values("accuracy")[-LAST:]
+        last = self.values(self.metric)[-LAST:]
         return float(else_from(last)) if last else None
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dynafed.progress import METRICS
 from dynafed.report.blocks import sortable_table
 from dynafed.report.groups import Group
 from dynafed.report.load import Run
-from dynafed.report.text import duration, escape, number, percent, plural
+from dynafed.report.text import THIN, duration, escape, mean_std_percent, number, percent, plural
 
 KNOWN = frozenset(
-    {"round", "accuracy", "accuracy_before_refine", "loss", "train_loss", "bytes_up", "bytes_down", "repeats"}
+    {"round", *METRICS, *(f"{metric}_before_refine" for metric in METRICS), "loss", "train_loss"}
+    | {"bytes_up", "bytes_down", "repeats"}
     | {"bytes_enrolment", "enrolments_rejected"}
     | {"seconds", "seconds_local", "seconds_clients", "seconds_server", "seconds_eval"}
 )
@@ -44,12 +46,32 @@ class Measure:
             return percent(value)
         return duration(value) if self.format == "seconds" else number(value)
 
+    def show_mean(self, mean: float | None, std: float | None) -> str:
+        """A mean and its standard deviation as text."""
+        if self.format == "percent":
+            return mean_std_percent(mean, std)
+        return self.show(mean) + ("" if std is None else f"{THIN}±{THIN}{self.spread(std)}")
+
+    def spread(self, std: float) -> str:
+        """A standard deviation as text, without a unit."""
+        return f"{100 * std:.2f}" if self.format == "percent" else f"{std:.2g}"
+
+    def points(self, difference: float) -> str:
+        """A difference of two values as text."""
+        return f"{100 * difference:.2f} points" if self.format == "percent" else number(difference)
+
+    @property
+    def title(self) -> str:
+        """The name as a heading."""
+        return self.name[0].upper() + self.name[1:]
+
 
 MEASURES = {
     "accuracy": Measure("accuracy", "higher", "percent"),
     "accuracy_before_refine": Measure("accuracy before refinement", "higher", "percent", REFINEMENT),
     "loss": Measure("loss", "lower"),
-    "rmse": Measure("root mean squared error", "lower"),
+    "rmse": Measure("RMSE", "lower", about="The root mean squared error, in the unit of the targets."),
+    "rmse_before_refine": Measure("RMSE before refinement", "lower", about=REFINEMENT),
     "mae": Measure("mean absolute error", "lower"),
     "r2": Measure("R²", "higher", about="1 is exact, 0 no better than the mean."),
     "f1": Measure("F1", "higher", "percent"),
@@ -71,17 +93,36 @@ MEASURES = {
         "cosine distance, noise", "lower", about="The same after as many steps on noise."
     ),
     "inner_lr": Measure("inner rate", about="The learning rate of the steps on D_syn inside the synthesis."),
+    "invariant_share": Measure(
+        "share without an effect",
+        about="Of the squared way from a segment’s start to its end: in directions that predictions don’t depend on.",
+    ),
+    "invariant_share_unused": Measure(
+        "share of unused tensors", about="Of the same way: in tensors that predictions don’t depend on at all."
+    ),
     "scratch_accuracy": Measure(
         "accuracy from D_syn alone", "higher", "percent", "A new network that saw nothing but D_syn."
     ),
     "seconds_synthesis": Measure("time of the synthesis", "lower", "seconds", "Spent once, on the server."),
 }
 
+VARIANTS = {
+    "_raw": "of the last global model",
+    "_test": "on the server’s test samples",
+    "_worst_tenth": "worst tenth of the clients",
+}
+"""What the end of a key adds to a measure."""
+
 
 def measure(key: str) -> Measure:
-    """How a key of the metrics is shown."""
+    """How a key of the metrics is shown; `accuracy_raw` and the like as the accuracy, with what they add."""
+    if key in MEASURES:
+        return MEASURES[key]
+    for suffix, words in VARIANTS.items():
+        if (known := MEASURES.get(key.removesuffix(suffix))) and key.endswith(suffix):
+            return replace(known, name=f"{known.name}, {words}", about="")
     kind = "percent" if key.startswith("accuracy") else "number"
-    return MEASURES.get(key) or Measure(key.replace("_", " ").replace(".", ": "), format=kind)
+    return Measure(key.replace("_", " ").replace(".", ": "), format=kind)
 
 
 @dataclass(frozen=True)

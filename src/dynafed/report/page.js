@@ -228,7 +228,7 @@
     const right = labels ? Math.max(...series.map(line => width(line.name))) + 22 : 14;
     const x = scaleFor(useAxis === "round" ? first : Math.min(first, 0), last, {
       count: Math.max(2, (box.clientWidth - right) / (spec.small ? 70 : 90)), tight: true,
-      whole: spec.xlabel === "round" && useAxis === "round", format: AXES[useAxis].format,
+      whole: useAxis === "round" && known(spec.series.flatMap(line => line.x)).every(Number.isInteger), format: AXES[useAxis].format,
     });
     const y = scaleFor(low, high, { count: spec.small ? 3 : 5, format: spec.format, log });
     const area = frame(box, { height, x, y, right, xlabel: AXES[useAxis].label ?? spec.xlabel ?? "" });

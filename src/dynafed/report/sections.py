@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
+from dynafed.progress import METRICS
 from dynafed.report import charts
 from dynafed.report.gallery import class_gallery
 from dynafed.report.groups import Group, label_skew
-from dynafed.report.load import LAST, Partition, Run
-from dynafed.report.measures import D_SYN, once_table
+from dynafed.report.load import Partition, Run
+from dynafed.report.measures import D_SYN, measure, once_table
 from dynafed.report.page import Page
 from dynafed.report.text import THIN, duration, escape, number, percent, plural, setting
 
@@ -24,19 +24,18 @@ def result_sentence(run: Run) -> str:
     """What came out of a run, in a sentence."""
     planned = run.config.get("rounds")
     done = len(run.rounds)
-    if errors := run.values("rmse")[-LAST:]:
-        return f"<b>{number(fmean(errors))}</b> root mean squared error over the last rounds; {plural(done, 'round')}."
+    shown = measure(run.metric)
     if run.final is None:
         return f"No accuracy yet; {done} of {escape(planned)} rounds done."
     if run.finished:
         took = (run.summary or {}).get("seconds") or run.total("seconds")
-        first = f"<b>{percent(run.final)}</b> final accuracy"
+        first = f"<b>{shown.show(run.final)}</b> final {shown.name}"
         last = plural(done, "round") + (f" in {duration(took)}" if took else "")
     else:
-        first = f"<b>{percent(run.final)}</b> so far"
+        first = f"<b>{shown.show(run.final)}</b> {shown.name} so far"
         last = f"{done} of {escape(planned)} rounds done"
         last += f" in {duration(run.total('seconds'))}" if run.total("seconds") else ""
-    best = f"; best <b>{percent(run.best[1])}</b> in round {run.best[0]}" if run.best else ""
+    best = f"; best <b>{shown.show(run.best[1])}</b> in round {run.best[0]}" if run.best else ""
     return f"{first}{best}; {last}."
 
 
@@ -199,12 +198,15 @@ def synthesis_parts(
 
 
 def accuracy_parts(page: Page, groups: Sequence[Group], partition: Partition | None) -> str:
-    """Accuracy by class and by client, where it was measured."""
+    """Accuracy by class, and that or another metric by client, where it was measured."""
     by_class = charts.class_bars(groups, partition.names if partition else ())
-    by_client = charts.client_lines(groups)
+    by_client = [(measure(metric), charts.client_lines(groups, metric)) for metric in METRICS]
     return grid(
         page.chart(by_class, "Accuracy by class", "as last measured", better="higher", wide=True),
-        page.chart(by_client, "Accuracy by client", "as last measured", better="higher", wide=True),
+        *(
+            page.chart(spec, f"{shown.title} by client", "as last measured", better=shown.better, wide=True)
+            for shown, spec in by_client
+        ),
     )
 
 

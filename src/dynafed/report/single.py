@@ -32,7 +32,7 @@ MOST_EVENTS = 500
 def run_page(run: Run, base: Path) -> str:
     """The page of one run."""
     what = f"{run.config.get('method', 'run')} on {run.config.get('dataset', 'unknown data')}"
-    page = Page(f"{what}: {percent(run.final)}", base)
+    page = Page(f"{what}: {measure(run.metric).show(run.final)}", base)
     badge = "" if run.finished else ' <span class="badge">unfinished</span>'
     page.add(
         f'<header><p class="eyebrow">dynafed · {escape(run.path.resolve().name)}</p><h1>{escape(what)}{badge}</h1>'
@@ -50,7 +50,7 @@ def run_page(run: Run, base: Path) -> str:
     else:
         page.add(shown)
     page.section(
-        "Who holds which classes",
+        "Who holds which classes" if run.partition else "Clients",
         *partition_parts(page, [("", run.partition)] if run.partition else []),
         accuracy_parts(page, alone, run.partition),
         served_tables(run, run.partition.names if run.partition else ()),
@@ -99,45 +99,53 @@ def _small(page: Page, run: Run, key: str) -> str:
 
 
 def learning_charts(page: Page, run: Run, alone: Sequence[Group]) -> list[str]:
-    """Accuracy and loss of one run."""
+    """Accuracy, or what a run has instead, and loss."""
+    shown = measure(run.metric)
     marks = [{"y": run.target, "label": f"target {percent(run.target, 0)}"}] if run.target else []
-    points = [{"x": run.best[0], "y": run.best[1], "label": f"best {percent(run.best[1])}"}] if run.best else []
-    names = {"accuracy": "accuracy", "accuracy_before_refine": "before refinement"}
-    split = run.config.get("evaluate", "test")
+    points = [{"x": run.best[0], "y": run.best[1], "label": f"best {shown.show(run.best[1])}"}] if run.best else []
+    before = f"{run.metric}_before_refine"
+    split = str(run.config.get("evaluate", "test"))
+    held_out = split == "clients"
     at = charts.synthesis_marks(alone)
-    accuracy = charts.run_lines(run, names, format="percent", marks=marks, points=points, xmarks=at)
-    loss = charts.run_lines(
-        run, {"loss": f"{split} loss", "train_loss": "clients’ training loss"}, log="auto", xmarks=at
-    )
-    if accuracy is None and loss is None:
+    names = {run.metric: shown.name, before: "before refinement"}
+    metric = charts.run_lines(run, names, format=shown.format, marks=marks, points=points, xmarks=at)
+    names = {"loss": f"{'held-out' if held_out else split} loss", "train_loss": "clients’ training loss"}
+    loss = charts.run_lines(run, names, log="auto", xmarks=at)
+    if metric is None and loss is None:
         return ['<p class="note">No round has been evaluated yet.</p>']
-    note = f"on the {split} split" + (f". {REFINEMENT}" if run.values("accuracy_before_refine") else "")
-    return [page.chart(accuracy, "Accuracy", note, better="higher"), page.chart(loss, "Loss", better="lower")]
+    note = "on what the clients hold out" if held_out else f"on the {split} split"
+    note = f"{note}. {shown.about}" if shown.about else note
+    note += f". {REFINEMENT}" if run.values(before) else ""
+    return [page.chart(metric, shown.title, note, better=shown.better), page.chart(loss, "Loss", better="lower")]
 
 
 def _tiles(run: Run) -> str:
     summary = run.summary or {}
     tiles = []
+    shown = measure(run.metric)
     if run.final_std is not None:
-        count = min(LAST, len(run.values("accuracy")))
+        count = min(LAST, len(run.values(run.metric)))
         tiles.append(
             (
-                "Final accuracy" if run.finished else "Accuracy so far",
-                percent(run.final),
-                f"±{THIN}{100 * run.final_std:.2f} over the last {count}",
+                f"Final {shown.name}" if run.finished else f"{shown.title} so far",
+                shown.show(run.final),
+                f"±{THIN}{shown.spread(run.final_std)} over the last {count}",
             )
         )
     if run.target:
         first = run.rounds_to_target
         tiles.append(("Reached the target", f"round {first}" if first else "never", f"of {percent(run.target, 0)}"))
+    before = f"{run.metric}_before_refine"
     gains = [
-        record["accuracy"] - record["accuracy_before_refine"]
+        record[run.metric] - record[before]
         for record in run.rounds
-        if record.get("accuracy") is not None and record.get("accuracy_before_refine") is not None
+        if record.get(run.metric) is not None and record.get(before) is not None
     ][-LAST:]
     if gains:
-        gain = 100 * sum(gains) / len(gains)
-        tiles.append(("Refinement adds", f"{gain:+.2f}".replace("-", "−"), f"points, over the last {len(gains)}"))
+        gain = sum(gains) / len(gains)
+        text = f"{100 * gain:+.2f}" if shown.format == "percent" else f"{gain:+.3g}"
+        unit = "points, " if shown.format == "percent" else ""
+        tiles.append(("Refinement adds", text.replace("-", "−"), f"{unit}over the last {len(gains)}"))
     if epsilon := run.values("epsilon"):
         delta = number(run.config.get("dp.delta"))
         tiles.append(("Privacy loss", f"ε{THIN}={THIN}{epsilon[-1]:.3g}", f"for each client, δ{THIN}={THIN}{delta}"))

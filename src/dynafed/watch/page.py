@@ -12,9 +12,10 @@ from dynafed.engine.files import SAMPLES_NOW, resume_command
 from dynafed.report import comparison, single
 from dynafed.report.groups import group_runs
 from dynafed.report.load import is_plain_file
+from dynafed.report.measures import measure
 from dynafed.report.page import CONTENTS, Page
 from dynafed.report.sections import grid, learning_switches, notes, setup_line
-from dynafed.report.text import duration, escape, percent, plural
+from dynafed.report.text import duration, escape, plural
 from dynafed.watch.status import Status
 
 MOST_RUNS = 30
@@ -75,11 +76,12 @@ def _card(status: Status) -> str:
         said.append("synthesis, iteration {} of {}".format(*status.iterations))
     if status.state == "running":
         said.append(time_left(status))
-    if run.values("accuracy"):
-        best = f" (best {percent(run.best[1])})" if run.best else ""
-        said.append(f"accuracy {percent(run.values('accuracy')[-1])}{best}")
+    shown, values = measure(run.metric), run.values(run.metric)
+    if values:
+        best = f" (best {shown.show(run.best[1])})" if run.best else ""
+        said.append(f"{shown.name} {shown.show(values[-1])}{best}")
     if status.state == "done":
-        said.append(f"final accuracy {percent(run.final)}")
+        said.append(f"final {shown.name} {shown.show(run.final)}")
         said.append(f"in {duration((run.summary or {}).get('seconds') or run.total('seconds'))}")
     again = (
         f'<p class="command"><span>Go on with it</span><code>{escape(resume_command(run.path))}</code></p>'

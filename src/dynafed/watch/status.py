@@ -42,7 +42,7 @@ class Status:
     @property
     def rounds(self) -> tuple[int, int]:
         """(done, planned)."""
-        return rounds_of(self.run)
+        return self.run.done, self.run.planned
 
 
 class Watcher:
@@ -101,8 +101,7 @@ class Watcher:
         if is_locked(run.path):
             self._locked.add(run.path)
             return "running"
-        done, planned = rounds_of(run)
-        if run.finished and (done >= planned or (run.summary or {}).get("stopped")):  # else it was resumed for more
+        if run.finished:
             return "done"
         return "running" if run.path not in self._locked and quiet < FRESH else "stopped"
 
@@ -120,13 +119,6 @@ class Watcher:
         if done <= first:
             return None
         return left + (total - done) * (now - began) / (done - first)
-
-
-def rounds_of(run: Run) -> tuple[int, int]:
-    """(done, planned)."""
-    done = int(run.rounds[-1]["round"]) if run.rounds else 0
-    planned = run.config.get("rounds")
-    return done, planned if isinstance(planned, int) and planned > 0 else max(1, done)
 
 
 def _synthesis_ahead(run: Run) -> bool:

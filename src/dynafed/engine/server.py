@@ -104,9 +104,10 @@ def server_update(
         bytes_up += sent.nbytes
         seconds += sent.seconds
         update = side.transforms.decode(sent, broadcast)
-        reason = validate_update(update, broadcast, spec) or _validate_examples(side, update)
+        held = _known_examples(side, update.client)
+        reason = validate_update(update, broadcast, spec) or _validate_examples(update, held)
         if not reason:
-            update, reason = guard.judge(update, side.client_size(update.client) is not None)
+            update, reason = guard.judge(update, examples_known=held is not None)
         if reason:
             rejected.append({"client": update.client, "reason": reason})
             continue
@@ -160,9 +161,13 @@ def server_update(
     )
 
 
-def _validate_examples(side: ServerSide, update: Update) -> str | None:
+def _known_examples(side: ServerSide, client: int) -> int | None:
+    """How many examples a client has, if they are weights and the server knows."""
+    return side.client_size(client) if side.config.weighting == "examples" else None
+
+
+def _validate_examples(update: Update, held: int | None) -> str | None:
     """Returns why a client's claimed number of examples must not weigh, or None if it may."""
-    held = side.client_size(update.client) if side.config.weighting == "examples" else None
     return None if held in (None, update.examples) else f"it claims {update.examples} examples and holds {held}"
 
 

@@ -124,8 +124,8 @@ def test_a_registry_imports_when_asked_and_says_what_it_doesn_t_know() -> None:
     assert registry.names() == ["list", "broken"]
     assert registry.load("list") is list
     assert registry.load("collections:OrderedDict").__name__ == "OrderedDict"
-    with pytest.raises(UserError, match="unknown gadget 'lost': did you mean 'list'"):
-        registry.check("lost")
+    with pytest.raises(UserError, match="unknown gadget 'lists': did you mean 'list'"):
+        registry.check("lists")
     with pytest.raises(UserError, match="gadget = 'broken' can't be imported: No module named 'nowhere'"):
         registry.load("broken")
     registry.add("one", One)

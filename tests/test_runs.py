@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from problems import run_tiny
 
+from dynafed import cli
 from dynafed.cli import main
 from dynafed.engine.files import lock_folder
 
@@ -43,7 +44,7 @@ def test_they_are_listed_filtered_and_sorted(folder: Path, capsys: pytest.Captur
 def test_the_table_shows_what_differs(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli.common.out, "_width", 200)  # COLUMNS counts only when the console is made
     assert main(["runs", str(folder), "--columns", "best"]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
     assert head == ["run", "method", "alpha", "seed", "best", "state", "rounds", "accuracy"]
@@ -114,6 +115,7 @@ def test_mistakes(folder: Path, arguments: list[str], words: str, capsys: pytest
 def test_it_needs_no_torch(folder: Path) -> None:
     script = f"""
 import sys
+from dynafed import cli
 from dynafed.cli import main
 main(["runs", {str(folder)!r}, "--page"])
 print("torch" in sys.modules)

@@ -179,6 +179,11 @@ class ProgressBar(Callback):
             self.thread = None
         self.view.close()
 
+    def abandon(self) -> None:
+        """Stop showing it in a signal handler: without waiting for the thread, which may be just starting."""
+        self.quit.set()
+        self.view.close()
+
     def _draw(self) -> None:
         while not self.quit.wait(self.view.period):
             self.view.draw(self.progress)

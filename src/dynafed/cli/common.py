@@ -61,9 +61,11 @@ def progress_bar(title: str = "") -> Iterator[ProgressBar]:
     bar = ProgressBar(title, err)
 
     def end_at_once(*_: object) -> None:
-        bar.pause()
-        print("dynafed: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+        try:
+            bar.abandon()
+        finally:
+            os.write(2, b"dynafed: interrupted\n")  # print isn't safe here
+            os._exit(130)
 
     # Inside of an import, a KeyboardInterrupt may come out as any other error, or as none.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

@@ -57,7 +57,7 @@ def test_the_table_shows_what_differs(
 def test_a_narrow_terminal_sees_fewer_columns(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "65")
+    monkeypatch.setattr(cli.common.out, "_width", 65)
     assert main(["runs", str(folder)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     assert table[1].split() == ["run", "method", "alpha", "state", "rounds", "accuracy"]

@@ -9,6 +9,7 @@ import pytest
 from browser import BROWSER, FAULTS, Browser
 from fake_runs import MakeRun, to_rmse
 
+from dynafed import cli
 from dynafed.cli import main
 from dynafed.progress import RunProgress
 from dynafed.report import write_report
@@ -40,7 +41,7 @@ def test_it_sums_a_run_up(make_run: MakeRun) -> None:
 def test_runs_are_listed_by_it(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli.common.out, "_width", 200)
 
     def table(*arguments: str) -> list[list[str]]:
         assert main(["runs", *arguments]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # One thread a process: several test processes with several threads each only get into each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,6 +12,11 @@ import pytest
 from problems import run_tiny
 
 import dynafed
+
+# A job in a shell's background ignores Ctrl-C, and one under nohup SIGHUP; so would the runs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has asked for that
+                nohup = number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+                if not nohup:
                     self.handlers_before[number] = signal.signal(number, self._note)
         return self
 

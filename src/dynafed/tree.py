@@ -79,11 +79,6 @@ def moved(start: Mapping[str, Tensor], end: Mapping[str, Tensor], share: float) 
     }
 
 
-def max_abs(tree: Mapping[str, Tensor]) -> float:
-    """The largest absolute value of all numbers in floating point."""
-    return max((float(t.abs().max()) for t in tree.values() if t.is_floating_point() and t.numel()), default=0.0)
-
-
 def nbytes(tree: Mapping[str, Tensor]) -> int:
     """How many bytes the tensors take when sent."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())

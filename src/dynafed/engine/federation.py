@@ -119,14 +119,14 @@ class Federation:
         with seeds.torch_seeded("model"):
             module = models.build(config, schema.shape, schema.classes, model).to(device)
             # Still under the key: lazy layers get their weights in this first use.
-            sample = torch.zeros(1, *schema.shape, dtype=schema.dtype, device=device)
-            outputs = models.check(module, schema.normalize(sample), schema.classes, schema.targets)
+            sample = schema.normalize(torch.zeros(1, *schema.shape, dtype=schema.dtype, device=device))
+            outputs = models.check(module, sample, schema.classes, schema.targets)
         check_loss(task, outputs)
-        pairs = models.needs_pairs(module, schema.normalize(sample))
+        pairs = models.needs_pairs(module, sample)
         if pairs and config.batch_size == 1:
             raise UserError("batch_size = 1: this network has a BatchNorm that can't be trained on one sample; take 2")
         _check_features(module, composition)
-        _check_sample_gradients(module, composition, schema.normalize(sample))
+        _check_sample_gradients(module, composition, sample)
         epoch = samples.mean_client_size()
         each = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
         total = config.rounds * config.sampled * each
@@ -160,9 +160,7 @@ class Federation:
     def server_side(self) -> ServerSide:
         """What the server's machine has."""
         held = self.data.split("server")
-        ready = (
-            (self.schema.normalize(held[0].to(self.problem.device)), held[1].to(self.problem.device)) if held else None
-        )
+        ready = self.schema.to_input(held, self.problem.device) if held else None
         transforms = TransformChain.of(self.config)
         return ServerSide(self.config, self.methods, transforms, self.problem, ready, self.data.client_size)
 

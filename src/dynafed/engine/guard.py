@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from dynafed import tree
 from dynafed.messages import Update
 from dynafed.tree import Tree
 
@@ -63,7 +64,8 @@ class NormGuard:
 
         With `examples_known`, the number of examples isn't a claim, and not judged.
         """
-        parts = {MODEL: self._change(update.model)} | {_extra(name): dict(x) for name, x in update.extras.items()}
+        parts = {MODEL: tree.difference(update.model, self.model)}
+        parts |= {_extra(name): dict(extra) for name, extra in update.extras.items()}
         if self.weighting == "examples" and not examples_known:
             parts[EXAMPLES] = {"": torch.tensor(float(update.examples))}
         norms = {part: _norm(content) for part, content in parts.items()}
@@ -100,7 +102,7 @@ class NormGuard:
         """Why the server must not move the model to this one, or None if it may; call it after the last update."""
         medians = self._medians(MODEL) or [_median(self.accepted[MODEL])]
         limit = STEP_MARGIN * max(MARGIN * statistics.median_low(medians), self.smallest[MODEL])
-        norm = _norm(self._change(model))
+        norm = _norm(tree.difference(model, self.model))
         if norm <= limit or self.mode == "accept":
             return None
         return f"a step of norm {norm:.3g} is too large: at most {limit:.3g}"
@@ -127,16 +129,10 @@ class NormGuard:
     def _medians(self, part: str) -> list[float]:
         return self.past[part].tolist() if part in self.past else []
 
-    def _change(self, model: Tree) -> Tree:
-        return {name: tensor - self.model[name] for name, tensor in model.items() if tensor.is_floating_point()}
-
     def _clipped(self, update: Update, factors: Mapping[str, float]) -> Update:
         if not factors:
             return update
-        model = update.model
-        if MODEL in factors:
-            change = self._change(model)
-            model = model | {name: self.model[name] + tensor * factors[MODEL] for name, tensor in change.items()}
+        model = tree.moved(self.model, update.model, factors.get(MODEL, 1.0))
         extras = {name: _scaled(extra, factors.get(_extra(name), 1.0)) for name, extra in update.extras.items()}
         return replace(update, model=model, extras=extras)
 

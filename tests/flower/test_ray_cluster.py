@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     told = tmp_path / "told"
     told.mkdir()
     monkeypatch.setenv("TELLS", str(told))
+    folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it; not Ray's own, where other tests would find it
+    monkeypatch.setenv("RAY_TMPDIR", folder)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
@@ -49,6 +53,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     finally:
         ray.shutdown()
         started.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_two_machines_train_and_the_bits_are_the_same(tmp_path: Path, cluster: Any) -> None:
@@ -61,3 +66,14 @@ def test_two_machines_train_and_the_bits_are_the_same(tmp_path: Path, cluster: A
     assert len(files) > 1
     for file in files:
         assert (ray_run.path / file).read_bytes() == (local.path / file).read_bytes()
+
+
+def test_a_cluster_that_nobody_asked_for_is_left_alone(
+    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    parts: dict[str, Any] = {"model": network, "train": TRAIN, "test": TEST}
+    dynafed.run(tiny(rounds=1, engine="flower"), out=tmp_path / "ray", **parts)
+    here = {Path(file).name for file in (tmp_path / "told").iterdir()}
+    assert here
+    assert not here & {node.node_id for node in cluster.list_all_nodes()}

@@ -79,8 +79,8 @@ class FlowerSimulation(FlowerBackend):
             self.done.wait()
 
         shared = SharedFederation(self.federation)
-        # Ray refuses a number of CPUs for a cluster that is there already.
-        resources = {} if ray_address() else {"num_cpus": self.actors}
+        # Without an address, Ray joins any cluster that it finds on this machine, and refuses a number of CPUs for it.
+        resources = {} if ray_address() else {"address": "local", "num_cpus": self.actors}
         flower = logging.getLogger("flwr")
         level, pythonpath = flower.level, os.environ.get("PYTHONPATH")
         flower.setLevel(logging.ERROR)

@@ -155,7 +155,7 @@ def test_list_has_each_name_once_with_its_cost(
     assert main(["reproduce", "list", "--json"]) == 0
     items = json.loads(capsys.readouterr().out)["items"]
     assert [item["name"] for item in items] == list(experiments())
-    assert all(item["smoke"] < item["cpu"] == item["paper"] for item in items)
+    assert all(item["smoke"] < min(item["cpu"], item["paper"]) for item in items)
     few = {name: get_experiment(name) for name in ("table6", "figure-losses")}
     monkeypatch.setattr("dynafed.reproduce.paper.experiments", lambda: few)
     assert main(["reproduce", "list"]) == 0

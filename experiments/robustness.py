@@ -1,10 +1,12 @@
 """Which average stands which attack, with and without DynaFed and the running mean.
 
     python experiments/robustness.py runs/robustness experiments/results/robustness.json
+    python experiments/robustness.py table experiments/results/robustness.json
 
 The demo's problem (fmnist-mini, MLP, 20 clients, 8 a round) with 30 rounds. Every cell is an ordinary run folder:
-stopped, the script goes on where it was, and the JSON is written after each run. What matters most comes first. Robust
-averages assume that up to a quarter of the clients is wrong. The server's check of update norms is on, as by default.
+stopped, the script goes on where it was. The JSON is written after each run, and what it has isn't run again. What
+matters most comes first, and seed by seed. Robust averages assume that up to a quarter of the clients is wrong. The
+server's check of update norms is on, as by default.
 """
 
 from __future__ import annotations
@@ -45,28 +47,49 @@ STUDIES: list[tuple[float, str, float, tuple[int, int], tuple[str, ...], int]] =
     *[(0.1, "sign-flip", 0.3, rounds, ("fedavg",), 0) for rounds in ((5, 8), TRAJECTORY)],
     *[(0.1, kind, 0.2, ALL, WITH_DYNAFED, seed) for seed in (1, 2) for kind in ("none", "sign-flip")],
 ]
+GRID = [
+    # the same, but for the averages: every one of them, with and without DynaFed
+    (alpha, kind, share, seed)
+    for seed in (0, 1, 2)
+    for alpha in (0.1, 100.0)
+    for kind, share in [
+        *[("sign-flip", 0.2), ("none", 0.0), ("little-is-enough", 0.2)],
+        *[(kind, share) for share in (0.3, 0.1) for kind in ("sign-flip", "little-is-enough")],
+    ]
+]
 
 
 def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
     """Every run, with what tells it from the others."""
     for alpha, kind, share, rounds, averages, seed in STUDIES:
         for average in averages:
-            variants = ["", "+dynafed"] if average in WITH_DYNAFED else [""]
-            for steps in [*variants, *(["+distrusting dynafed"] if rounds != ALL or average == "fedavg" else [])]:
-                row = {"alpha": alpha, "kind": kind, "share": share, "rounds": list(rounds), "seed": seed}
-                row |= {"average": average, "dynafed": steps.removeprefix("+")}
-                attack = {"attack.kind": kind, "attack.share": share, "attack.rounds": list(rounds)}
-                config = Config.load(
-                    "demo",
-                    BASE
-                    | (attack if share else {})
-                    | (DISTRUSTING if "distrusting" in steps else {})
-                    | {"method": f"{average}{steps.replace('distrusting ', '')}+average"}
-                    | {"alpha": alpha, "seed": seed},
-                )
-                when = f"{rounds[1]}" if rounds[0] == 1 else f"{rounds[0]}-{rounds[1]}"
-                name = f"{kind}-{share}-{when}-alpha-{alpha}-{average}{steps}-seed-{seed}"
-                yield row, Cell(name, config, folder / name)
+            variants = ["", "dynafed"] if average in WITH_DYNAFED else [""]
+            for steps in [*variants, *(["distrusting dynafed"] if rounds != ALL or average == "fedavg" else [])]:
+                yield cell(folder, alpha, kind, share, rounds, average, steps, seed)
+    for alpha, kind, share, seed in GRID:
+        for average in AVERAGES:
+            for steps in ("", "dynafed"):
+                yield cell(folder, alpha, kind, share, ALL, average, steps, seed)
+
+
+def cell(
+    folder: Path, alpha: float, kind: str, share: float, rounds: tuple[int, int], average: str, steps: str, seed: int
+) -> tuple[dict[str, Any], Cell]:
+    """One run, with what tells it from the others."""
+    row = {"alpha": alpha, "kind": kind, "share": share, "rounds": list(rounds), "seed": seed}
+    row |= {"average": average, "dynafed": steps}
+    attack = {"attack.kind": kind, "attack.share": share, "attack.rounds": list(rounds)}
+    methods = [average, *(["dynafed"] if steps else []), "average"]
+    config = Config.load(
+        "demo",
+        BASE
+        | (attack if share else {})
+        | (DISTRUSTING if "distrusting" in steps else {})
+        | {"method": "+".join(methods), "alpha": alpha, "seed": seed},
+    )
+    when = f"{rounds[1]}" if rounds[0] == 1 else f"{rounds[0]}-{rounds[1]}"
+    name = f"{kind}-{share}-{when}-alpha-{alpha}-{average}{'+' if steps else ''}{steps}-seed-{seed}"
+    return row, Cell(name, config, folder / name)
 
 
 def measured(path: Path) -> dict[str, Any]:
@@ -89,14 +112,37 @@ def measured(path: Path) -> dict[str, Any]:
 
 def main(folder: Path, out: Path) -> None:
     """Run what isn't done; print and write every row as soon as it is there."""
-    planned = {cell.path: (row, cell) for row, cell in cells(folder)}
-    rows = []
+    rows = json.loads(out.read_text()) if out.exists() else []
+    planned = {
+        each.path: (row, each) for row, each in cells(folder) if not any(row.items() <= done.items() for done in rows)
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    for cell, _ in run_cells([cell for _, cell in planned.values()]):
-        rows.append(planned[cell.path][0] | measured(cell.path))
+    for done, _ in run_cells([each for _, each in planned.values()]):
+        rows.append(planned[done.path][0] | measured(done.path))
         print(json.dumps(rows[-1]), flush=True)
         out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The grid in Markdown: the mean over seeds, of the model / of its running mean, and how many seeds."""
+    yield f"| alpha, attack, share, seeds | | {' | '.join(AVERAGES)} |"
+    yield f"|{'---|' * (2 + len(AVERAGES))}"
+    for alpha, kind, share in sorted({key[:3] for key in GRID}):
+        for steps in ("", "dynafed"):
+            wanted = {"alpha": alpha, "kind": kind, "share": share, "rounds": list(ALL), "dynafed": steps}
+            found = [row for row in rows if wanted.items() <= row.items()]
+            parts = [[row for row in found if row["average"] == average] for average in AVERAGES]
+            seeds = {len(part) for part in parts}
+            shown = [
+                " / ".join(f"{100 * statistics.fmean(row[key] for row in part):.0f}" for key in ("model", "mean"))
+                for part in parts
+            ]
+            name = f"{alpha:g}, {kind}, {share:.0%}, {'-'.join(map(str, sorted(seeds)))}" if not steps else ""
+            yield f"| {name} | {'+ DynaFed' if steps else ''} | {' | '.join(shown)} |"
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "table":
+        print(*table(json.loads(Path(sys.argv[2]).read_text())), sep="\n")
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -101,6 +101,7 @@ class Config:
     )
 
     update_transforms: tuple[str, ...] = setting((), "what changes a client's update before it is sent, in this order")
+    secure_aggregation: bool = setting(False, "whether updates are masked so that the server sees only their sum")
 
     checkpoint_every: int = setting(10, "rounds between checkpoints", low=1, execution=True)
     keep_checkpoints: int = setting(2, "older ones are deleted", low=1, execution=True)
@@ -118,7 +119,10 @@ class Config:
         execution=True,
     )
     worker_timeout: int = setting(
-        3600, "seconds without an answer of any worker after which the run ends (0: never)", low=0, execution=True
+        3600,
+        "seconds without any answer after which workers are replaced, up to three in a run, or it ends (0: never)",
+        low=0,
+        execution=True,
     )
     threads: int = setting(1, "threads of each worker", low=1, high=1024, execution=True)
     kernels: str = setting(
@@ -289,6 +293,7 @@ LATER_KEYS = {
     "holdout": 0.2,
     "eval_clients": 1000,
     "update_transforms": [],
+    "secure_aggregation": False,
     "large_updates": "reject",
     "max_update_norm": 0.0,
 }

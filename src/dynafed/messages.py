@@ -39,6 +39,8 @@ class Update:
     extras: Mapping[str, Tree] = field(default_factory=dict)
     curve: tuple[float, ...] = ()
     """The loss on the client's own data after each step, of a client that is watched; only simulations have it."""
+    members: tuple[int, ...] = ()
+    """Whose updates this is the mean of, if it is one: with secure aggregation, the server has no other."""
     failure: str = ""
     """Why the client has nothing to send; then there is nothing else in it."""
 

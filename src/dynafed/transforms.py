@@ -60,13 +60,15 @@ class TransformChain:
     def of(cls, config: Config) -> TransformChain:
         """The chain that a config names."""
         from dynafed.privacy import Clip, dp_settings
+        from dynafed.secure_aggregation import Mask
 
         kinds = [TRANSFORMS.load(name) for name in config.update_transforms]
         for name, kind in zip(config.update_transforms, kinds, strict=True):
             if not (isinstance(kind, type) and issubclass(kind, UpdateTransform)):
                 raise UserError(f"update_transforms = '{name}' is not a dynafed.transforms.UpdateTransform")
         private = [Clip(config)] if dp_settings(config) else []
-        return cls([*private, *(kind(config) for kind in kinds)])
+        masked = [Mask(config)] if config.secure_aggregation else []
+        return cls([*private, *(kind(config) for kind in kinds), *masked])
 
     def encode(self, update: Update, broadcast: Broadcast, seeds: Seeds) -> Update:
         """What the client sends."""

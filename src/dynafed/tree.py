@@ -49,6 +49,11 @@ def without(tree: Mapping[str, Tensor], names: Collection[str]) -> Tree:
     return {name: tensor for name, tensor in tree.items() if name not in names}
 
 
+def floats(tree: Mapping[str, Tensor]) -> Tree:
+    """The tensors in floating point."""
+    return {name: tensor for name, tensor in tree.items() if tensor.is_floating_point()}
+
+
 def sorted_by_name(tree: Mapping[str, Tensor]) -> Tree:
     """The same tensors in the order of their names."""
     return {name: tree[name] for name in sorted(tree)}
@@ -65,8 +70,11 @@ def difference(tree: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tree:
 
 
 def norm(tree: Mapping[str, Tensor]) -> float:
-    """The Euclidean norm of all numbers, in double precision."""
-    return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in tree.values()))
+    """The Euclidean norm of all numbers, in double precision; infinite if its square can't be represented."""
+    try:
+        return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in tree.values()))
+    except OverflowError:
+        return math.inf
 
 
 def moved(start: Mapping[str, Tensor], end: Mapping[str, Tensor], share: float) -> Tree:

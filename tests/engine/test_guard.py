@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from dynafed.engine.federation import Federation
 from dynafed.engine.guard import WINDOW, NormGuard
 from dynafed.engine.processes import ProcessBackend
 from dynafed.engine.server import server_update
+from dynafed.engine.trust import resume_command
 from dynafed.messages import Broadcast, Update
 
 ZERO = {"w": torch.zeros(4)}
@@ -192,15 +191,22 @@ def test_older_folders_count_as_the_same_run() -> None:
     assert Config(large_updates="clip").deciding()["large_updates"] == "clip"
 
 
-def test_a_worker_that_hangs_ends_the_run_with_its_checkpoint(tmp_path: Path) -> None:
-    class Stopping(ProcessBackend):
-        def __enter__(self) -> ProcessBackend:
-            super().__enter__()
-            for process, _ in self.workers.values():
-                os.kill(process.pid or 0, signal.SIGSTOP)
-            return self
+def test_whole_numbers_beside_the_model_are_judged_as_numbers_of_examples_are() -> None:
+    def counts(client: int, most: int) -> Update:
+        return update(client, 1.0, fedgen={"counts": torch.tensor([most, 1])})
 
-    config = tiny(workers=2, worker_timeout=1)
-    with pytest.raises(RunFailed, match="no worker process answered within 1 seconds"):
-        dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / "r", backend=Stopping)
-    assert (tmp_path / "r" / "checkpoint" / "round-000000").is_dir()
+    assert NormGuard(ZERO).judge(counts(0, 2**62))[1]
+    first = NormGuard(ZERO, mode="clip")
+    for client in range(3):
+        assert first.judge(counts(client, 50))[1] is None
+    guard = NormGuard(ZERO, first.norms(), "clip")
+    assert guard.judge(counts(0, 49_000))[1] is None
+    assert "what fedgen sent beside the model" in (guard.judge(counts(1, 51_000))[1] or "")
+
+
+def test_the_command_that_continues_a_run_asks_for_trust_where_it_is_needed(tmp_path: Path) -> None:
+    assert resume_command(tmp_path).endswith(tmp_path.name)
+    (tmp_path / "config.toml").write_text('method = "fedavg"')
+    assert not resume_command(tmp_path).endswith("--trust")
+    (tmp_path / "config.toml").write_text('model = "package.module:factory"')
+    assert resume_command(tmp_path).endswith(" --trust")

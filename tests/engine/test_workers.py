@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import struct
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,29 @@ from dynafed import tree
 from dynafed.callbacks import Callback, Record, RunContext
 from dynafed.engine.federation import Federation
 from dynafed.engine.processes import ProcessBackend
+from dynafed.engine.verify import find_changes
+from dynafed.engine.worker import _limit_waiting
 from dynafed.errors import WorkerDied
 from dynafed.tree import Tree
 
 
-def backend(count: int) -> ProcessBackend:
-    return ProcessBackend(Federation.create(tiny(workers=count, participation=1.0), train=TRAIN, test=TEST))
+def backend(count: int, **changes: Any) -> ProcessBackend:
+    config = tiny(workers=count, participation=1.0, **changes)
+    return ProcessBackend(Federation.create(config, train=TRAIN, test=TEST))
 
 
-def slow_first(common: Tree, number: int) -> tuple[int, None]:
+def slow_first(federation: Federation, common: Tree, number: int) -> tuple[int, None]:
     time.sleep(0.2 if number == 0 else 0.0)
     return number, None
 
 
-def broken(common: Tree, number: int) -> tuple[int, None]:
+def broken(federation: Federation, common: Tree, number: int) -> tuple[int, None]:
     if number == 3:
         raise ValueError("three")
     return number, None
 
 
-def deadly(common: Tree, number: int) -> tuple[bytes, None]:
+def deadly(federation: Federation, common: Tree, number: int) -> tuple[bytes, None]:
     if number == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return bytes(10_000_000), None
@@ -65,7 +70,7 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
             assert asked <= taken + 6
 
 
-def doubled(common: Tree, sent: bytes) -> tuple[bytes, None]:
+def doubled(federation: Federation, common: Tree, sent: bytes) -> tuple[bytes, None]:
     return sent + bytes(common["zeros"].numpy()), None
 
 
@@ -77,7 +82,7 @@ def test_large_messages_in_both_directions_never_wait_for_each_other() -> None:
         assert all(value == 2 * megabytes for value, _ in results)
 
 
-def filled(common: Tree, number: int) -> tuple[int, Tree]:
+def filled(federation: Federation, common: Tree, number: int) -> tuple[int, Tree]:
     time.sleep(0.05 if number % 3 == 0 else 0.0)
     return number, {name: torch.full_like(tensor, number) for name, tensor in common.items()}
 
@@ -104,21 +109,58 @@ def test_an_error_in_a_worker_is_the_caller_s() -> None:
     assert "in broken" in caught.value.__notes__[0]  # the traceback of the worker
 
 
-def test_a_worker_s_death_is_noticed_even_while_it_sends() -> None:
-    with pytest.raises(WorkerDied, match="exit code -9"), backend(2) as workers:
+def test_a_task_that_kills_every_worker_ends_the_run() -> None:
+    with pytest.raises(WorkerDied, match=r"died \(exit code -9.*3 have been replaced before"), backend(2) as workers:
         list(workers._in_order(deadly, {}, ((number,) for number in range(9))))
 
 
-class Killer(Callback):
-    """Kills a worker after some rounds."""
+def test_a_stopped_worker_with_a_full_pipe_is_replaced() -> None:
+    megabytes = bytes(3 * 2**20)
+    common = {"zeros": torch.zeros(len(megabytes), dtype=torch.uint8)}
+    with backend(2, worker_timeout=1) as workers:
+        os.kill(workers.workers[0].process.pid or 0, signal.SIGSTOP)
+        results = workers._in_order(doubled, common, [(megabytes,)] * 5)
+        assert all(value == 2 * megabytes for value, _ in results)
+        assert workers.replaced
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes there aren't sockets")
+def test_an_answer_that_never_ends_is_not_waited_for() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    _limit_waiting(ours, 1)
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"begun")
+    with pytest.raises(BlockingIOError):
+        ours.recv()
+
+
+class Signals(Callback):
+    """Sends a signal to `count` workers at the end of each of these rounds."""
+
+    def __init__(self, number: int, count: int, rounds: range) -> None:
+        self.number, self.count, self.rounds = number, count, rounds
 
     def on_round_end(self, run: RunContext, record: Record) -> None:
-        if record["round"] == 3:
-            multiprocessing.active_children()[0].kill()
+        if record["round"] in self.rounds:
+            for worker in multiprocessing.active_children()[: self.count]:
+                os.kill(worker.pid or 0, self.number)
 
 
-def test_after_a_worker_s_death_the_run_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(WorkerDied, match="dynafed resume"):
-        dynafed.run(tiny(workers=2), train=TRAIN, test=TEST, out=tmp_path / "r", callbacks=[Killer()])
-    again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny(workers=2, worker_timeout=3, client_state="persistent")
+    watchers = [Signals(number, 1, range(2, 3))]
+    done = dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / "r", callbacks=watchers)
+    whole = run_tiny(tmp_path / "whole", client_state="persistent")
+    assert tree.digest(done.state.model) == tree.digest(whole.state.model)
+    assert "another one does its tasks" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_workers_that_die_or_hang_again_and_again_end_the_run(tmp_path: Path, number: int) -> None:
+    config, watchers = tiny(workers=2, worker_timeout=1), [Signals(number, 2, range(3, 7))]
+    with pytest.raises(WorkerDied, match="3 have been replaced before; continue with: dynafed resume"):
+        dynafed.run(config, train=TRAIN, test=TEST, out=tmp_path / "r", callbacks=watchers)
+    assert any((tmp_path / "r" / "checkpoint").iterdir())
+    assert not find_changes(tmp_path / "r")
+    again = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST, changes={"worker_timeout": 600})
     assert tree.digest(again.state.model) == tree.digest(run_tiny(tmp_path / "whole").state.model)

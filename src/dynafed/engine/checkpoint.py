@@ -76,13 +76,16 @@ def save(path: Path, federation: Federation, state: RunState) -> Path:
     text = json.dumps(content | {"tensors": checksum(tensors)})
     outer = json.dumps({"checksum": checksum(text.encode()), "state": text})
     write_folder(final, {"state.safetensors": tensors, "state.json": outer.encode()})
-    kept: list[Listing] = []
+    kept: dict[Path, Listing] = {}
     for folder in found(path):
-        body = read_body(folder) if folder <= final and len(kept) < federation.config.keep_checkpoints else None
-        if body is None:
-            remove(folder)
-        else:
-            kept.append(listing(body))
+        if folder <= final and len(kept) < federation.config.keep_checkpoints:
+            if folder == final or state.clients.knows(folder):
+                kept[folder] = {}
+                continue
+            if body := read_body(folder):
+                kept[folder] = listing(body)
+                continue
+        remove(folder)
     state.clients.prune(kept)
     return final
 

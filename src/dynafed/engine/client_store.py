@@ -1,13 +1,14 @@
 """Clients' states between rounds: kept in memory up to a limit, beyond it on disk, as files that never change.
 
 Each state is named by (client, round in which it was made). A checkpoint only lists those names, so a round costs what
-its own clients cost, however many clients exist, and an older checkpoint still finds the files that it lists.
+its own clients cost, however many clients exist, and an older checkpoint still finds the files that it lists. The
+folder is searched once, at a process's first checkpoint; from then on the store knows which files nobody needs.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +33,10 @@ class ClientStore:
         self.cache: OrderedDict[Name, Tree] = OrderedDict()
         self.cached = 0
         self.staged: set[Name] = set()
+        self.unlisted: set[Name] = set()
+        """Written since the last listing."""
+        self.outdated: dict[Path, set[Name]] = {}
+        """By checkpoint, newest first: what it lists and later ones don't. Empty until one is written."""
 
     def load(self, client: int) -> Tree:
         """The client's state; empty if it has none."""
@@ -64,6 +69,7 @@ class ClientStore:
         """Write what is only in memory, and list every current state."""
         for name in self.rounds.items():
             self._write(name)
+        self.unlisted.clear()
         return {client: (made, self.checksums[client, made]) for client, made in self.rounds.items()}
 
     def find_damaged(self) -> str | None:
@@ -74,9 +80,31 @@ class ClientStore:
                 return file.name
         return None
 
-    def prune(self, listings: Iterable[Mapping[int, tuple[int, str]]]) -> None:
-        """Delete the files that none of these listings names."""
-        wanted = {self._file((client, made)) for listing in listings for client, (made, _) in listing.items()}
+    def knows(self, checkpoint: Path) -> bool:
+        """Whether `prune` was told of a checkpoint."""
+        return checkpoint in self.outdated
+
+    def prune(self, kept: Mapping[Path, Listing]) -> None:
+        """Delete the files that no checkpoint needs any more.
+
+        `kept` are those that stay, newest first, with what they list if it was another process that wrote them.
+        """
+        first, gone = not self.outdated, self.outdated
+        self.outdated = {checkpoint: gone.pop(checkpoint, set()) for checkpoint in kept}
+        for names in gone.values():
+            for name in names:
+                remove(self._file(name))
+        if first:
+            self._sweep(kept)
+
+    def _sweep(self, kept: Mapping[Path, Listing]) -> None:
+        """Delete every file that no checkpoint lists, whoever wrote it."""
+        needed = set(self.rounds.items())
+        for checkpoint, listing in kept.items():
+            names = {(client, made) for client, (made, _) in listing.items()}
+            self.outdated[checkpoint] |= names - needed
+            needed |= names
+        wanted = {self._file(name) for name in needed}
         for file in self.folder.glob("*/*"):
             if file not in wanted:
                 remove(file)
@@ -92,13 +120,20 @@ class ClientStore:
     def _drop(self, name: Name) -> None:
         if (state := self.cache.pop(name, None)) is not None:
             self.cached -= tree.nbytes(state)
-        self.checksums.pop(name, None)
+        if self.checksums.pop(name, None) is None:
+            return
+        if name in self.unlisted:
+            self.unlisted.remove(name)
+            remove(self._file(name))
+        elif self.outdated:
+            self.outdated[next(iter(self.outdated))].add(name)
 
     def _write(self, name: Name) -> None:
         if name not in self.checksums:
             content = tree.pack(self.cache[name])
             write_bytes(self._file(name), content)
             self.checksums[name] = checksum(content)
+            self.unlisted.add(name)
 
     def _file(self, name: Name) -> Path:
         return state_file(self.folder, *name)

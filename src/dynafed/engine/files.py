@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import shutil
 import stat
 import time
@@ -195,11 +194,6 @@ def to_line(record: Any) -> str:
 def checksum(content: bytes) -> str:
     """What is compared to find out whether a file is still what was written."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def resume_command(path: Path) -> str:
-    """What to type to continue the run in a folder."""
-    return f"dynafed resume {shlex.quote(str(path))}"
 
 
 def new_folder(name: str) -> Path:

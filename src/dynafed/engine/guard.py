@@ -31,16 +31,17 @@ FIRST_MARGIN = 1e6
 WINDOW = 20
 """Rounds whose medians are kept."""
 
-MODEL, EXAMPLES = "model", "examples"
+MODEL, EXAMPLES, COUNTS = "model", "examples", "counts/"
 
 
 class NormGuard:
     """Judges the updates of one round by the norms of those that were accepted in the rounds before.
 
-    An update has parts: the change of the model, what each method sends beside it, and the number of examples if that
-    is its weight. A part is too large beyond `MARGIN` times the median, over the last rounds, of each round's median;
-    or beyond `max_norm`, for the model, if that isn't 0. A change of norm 1 is never too large, nor is one that is no
-    larger than the model itself. Nothing is held but norms. In a run's first round there is no median yet, and
+    An update has parts: the change of the model, what each method sends beside it, whole numbers apart, and the
+    number of examples if that is its weight. Whole numbers, such as FedGen's label counts, are judged as that
+    number is. A part is too large beyond `MARGIN` times the median, over the last rounds, of each round's median;
+    or beyond `max_norm`, for the model, if that isn't 0. A change of norm 1 is never too large, nor is one that is
+    no larger than the model itself. Nothing is held but norms. In a run's first round there is no median yet, and
     `contaminated_by` says afterwards whether the round can count.
     """
 
@@ -54,7 +55,7 @@ class NormGuard:
     ) -> None:
         self.model, self.past = model, past or {}
         self.mode, self.max_norm, self.weighting = mode, max_norm, weighting
-        self.smallest = {MODEL: 1.0 + _norm(model), EXAMPLES: MIN_EXAMPLES}
+        self.smallest = {MODEL: 1.0 + tree.norm(tree.floats(model)), EXAMPLES: MIN_EXAMPLES}
         """Of each part: what is never too large."""
         self.accepted: dict[str, list[tuple[float, int]]] = {}
         """Of each part: norm and client of the updates accepted in this round."""
@@ -65,14 +66,17 @@ class NormGuard:
         With `examples_known`, the number of examples isn't a claim, and not judged.
         """
         parts = {MODEL: tree.difference(update.model, self.model)}
-        parts |= {_extra(name): dict(extra) for name, extra in update.extras.items()}
+        for name, extra in update.extras.items():
+            parts[_extra(name)] = tree.floats(extra)
+            if whole := tree.without(extra, tree.floats(extra)):
+                parts[_counts(name)] = whole
         if self.weighting == "examples" and not examples_known:
             parts[EXAMPLES] = {"": torch.tensor(float(update.examples))}
-        norms = {part: _norm(content) for part, content in parts.items()}
+        norms = {part: tree.norm(content) for part, content in parts.items()}
         limits = {part: self._limit(part, content) for part, content in parts.items()}
         large = {part: norm for part, norm in norms.items() if not norm <= limits[part]}
         for part, norm in large.items():
-            if self.mode == "reject" or part == EXAMPLES or not math.isfinite(norm):
+            if self.mode == "reject" or _counted(part) or not math.isfinite(norm):
                 return update, f"{_called(part)} of norm {norm:.3g} is too large: at most {limits[part]:.3g}"
         for part, norm in norms.items():
             self.accepted.setdefault(part, []).append((min(norm, limits[part]), update.client))
@@ -102,7 +106,7 @@ class NormGuard:
         """Why the server must not move the model to this one, or None if it may; call it after the last update."""
         medians = self._medians(MODEL) or [_median(self.accepted[MODEL])]
         limit = STEP_MARGIN * max(MARGIN * statistics.median_low(medians), self.smallest[MODEL])
-        norm = _norm(tree.difference(model, self.model))
+        norm = tree.norm(tree.difference(model, self.model))
         if norm <= limit or self.mode == "accept":
             return None
         return f"a step of norm {norm:.3g} is too large: at most {limit:.3g}"
@@ -119,7 +123,7 @@ class NormGuard:
 
     def _limit(self, part: str, content: Tree) -> float:
         ones = math.sqrt(sum(tensor.numel() for tensor in content.values()))
-        smallest = self.smallest.setdefault(part, ones)
+        smallest = self.smallest.setdefault(part, MIN_EXAMPLES if _counted(part) else ones)
         if not self._auto(part):
             return math.inf if self.mode == "accept" else self.max_norm
         if part not in self.past:
@@ -142,25 +146,28 @@ def _median(norms: list[tuple[float, int]]) -> float:
     return statistics.median_low(norm for norm, _ in norms)
 
 
-def _norm(content: Tree) -> float:
-    """Of all numbers in floating point; infinite if it can't be represented."""
-    floats = (tensor for tensor in content.values() if tensor.is_floating_point())
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in floats))
-
-
 def _scaled(content: Tree, by: float) -> Tree:
     return {name: tensor * by if tensor.is_floating_point() else tensor for name, tensor in content.items()}
 
 
 def _margin(part: str) -> float:
-    return EXAMPLES_MARGIN if part == EXAMPLES else MARGIN
+    return EXAMPLES_MARGIN if _counted(part) else MARGIN
+
+
+def _counted(part: str) -> bool:
+    """Whether it is made of whole numbers, which count examples and can't be clipped."""
+    return part == EXAMPLES or part.startswith(COUNTS)
 
 
 def _extra(method: str) -> str:
     return f"extras/{method}"
 
 
+def _counts(method: str) -> str:
+    return f"{COUNTS}{method}"
+
+
 def _called(part: str) -> str:
     if part == EXAMPLES:
         return "a number of examples"
-    return "an update" if part == MODEL else f"what {part.removeprefix('extras/')} sent beside the model,"
+    return "an update" if part == MODEL else f"what {part.partition('/')[2]} sent beside the model,"

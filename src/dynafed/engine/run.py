@@ -28,7 +28,6 @@ from dynafed.engine.files import (
     make_folder,
     new_folder,
     remove,
-    resume_command,
     to_line,
     write_bytes,
     write_json,
@@ -37,7 +36,7 @@ from dynafed.engine.result import Result
 from dynafed.engine.server import server_broadcast, server_setup, server_update
 from dynafed.engine.stopping import StopSignal, check_failed_rounds, explain_failure
 from dynafed.engine.summary import chained, class_distribution, summarize, write_metrics
-from dynafed.engine.trust import load_run_config
+from dynafed.engine.trust import load_run_config, resume_command
 from dynafed.engine.verify import CHECKSUMS, read_history, write_checksums
 from dynafed.errors import UserError
 from dynafed.messages import Update
@@ -45,6 +44,7 @@ from dynafed.methods import ServerRuntime
 from dynafed.models import Factory
 from dynafed.predictor import DESCRIPTION, WEIGHTS, describe
 from dynafed.report import write_report
+from dynafed.secure_aggregation import invite
 from dynafed.stages import counted, stage
 from dynafed.synthesis.quality import evidence_for
 from dynafed.tasks import LossFunction
@@ -261,14 +261,16 @@ def one_round(
     norms = state.norms
     for attempt in range(1 + (config.max_repeats if config.failed_round == "repeat" else 0)):
         cohort = sample_clients(federation, round_num, attempt)
-        trained = waiting.time(backend.train(broadcast, cohort.working, state.clients.load))
+        sampled = [*cohort.dropped, *(client for client, _ in cohort.working)]
+        sent = invite(config, federation.problem.seeds, broadcast, sampled, attempt)
+        trained = waiting.time(backend.train(sent, cohort.working, state.clients.load))
         updates = _stage_states(trained, state, runtime, on_result)
-        outcome = server_update(side, broadcast, state.server, updates, runtime, norms)
+        outcome = server_update(side, sent, state.server, updates, runtime, norms)
         norms = outcome.norms
         record["dropped"] += cohort.dropped
         record["rejected"] += outcome.rejected
         record["bytes_up"] += outcome.bytes_up
-        record["bytes_down"] += broadcast.nbytes * (len(cohort.working) + len(cohort.dropped))
+        record["bytes_down"] += sent.nbytes * len(sampled) + outcome.bytes_down
         record["seconds_clients"] += outcome.seconds_clients
         if outcome.accepted:
             break

@@ -12,6 +12,7 @@ from dynafed.engine.guard import NormGuard
 from dynafed.errors import UserError
 from dynafed.messages import Broadcast, Update, validate_finite, validate_setup, validate_update
 from dynafed.methods import Mean, ServerOutput, ServerRuntime
+from dynafed.secure_aggregation import SecureSum
 from dynafed.tree import Tree
 
 
@@ -39,6 +40,8 @@ class RoundOutcome:
     """What is evaluated and served in the model's place; None if it is the model itself."""
     norms: Tree = field(default_factory=dict)
     """What the next round's updates are judged by."""
+    bytes_down: int = 0
+    """What the clients got after the broadcast."""
 
 
 def server_broadcast(side: ServerSide, round_num: int, model: Tree, server: Mapping[str, Tree]) -> Broadcast:
@@ -100,32 +103,51 @@ def server_update(
     rejected: list[dict[str, Any]] = []
     loss = examples = seconds = 0.0
     bytes_up = 0
-    for sent in updates:
-        bytes_up += sent.nbytes
-        seconds += sent.seconds
-        update = side.transforms.decode(sent, broadcast)
-        held = _known_examples(side, update.client)
+    members: dict[int, tuple[int, ...]] = {}
+
+    def blame(client: int, reason: str) -> list[dict[str, Any]]:
+        return [{"client": each, "reason": reason} for each in members.get(client, (client,))]
+
+    secure = SecureSum(config, side.problem.seeds, broadcast, spec) if config.secure_aggregation else None
+
+    def arriving() -> Iterator[Update]:
+        nonlocal bytes_up, seconds
+        for sent in updates:
+            bytes_up += sent.nbytes
+            seconds += sent.seconds
+            yield side.transforms.decode(sent, broadcast)
+
+    for update in secure.mean(arriving()) if secure else arriving():
+        summed = bool(update.members)
+        held = None if summed else _known_examples(side, update.client)
         reason = validate_update(update, broadcast, spec) or _validate_examples(update, held)
         if not reason:
-            update, reason = guard.judge(update, examples_known=held is not None)
+            update, reason = guard.judge(update, examples_known=summed or held is not None)
+        members.update({update.client: update.members} if summed else {})
         if reason:
-            rejected.append({"client": update.client, "reason": reason})
+            rejected += blame(update.client, reason)
             continue
         combiner.add(update)
         for name, extra in update.extras.items():
             extras.setdefault(name, Mean("uniform")).add_tree(dict(extra))
         if side.methods.keeps_updates:
             kept.append(update)
-        accepted.append(update.client)
+        accepted += update.members or [update.client]
         if update.curve:
             curves[update.client] = update.curve
         loss += update.loss * update.examples
         examples += update.examples
 
     def unchanged(because: str = "", client: int | None = None) -> RoundOutcome:
-        blamed = [{"client": guard.largest if client is None else client, "reason": because}] if because else []
+        blamed = blame(guard.largest if client is None else client, because) if because else []
         model = broadcast.model
-        return RoundOutcome(model, model, server, [], rejected + blamed, bytes_up, seconds, norms=known)
+        return RoundOutcome(
+            model, model, server, [], rejected + blamed, bytes_up, seconds, norms=known, bytes_down=bytes_down
+        )
+
+    bytes_down = 0
+    if secure:
+        bytes_up, bytes_down = bytes_up + secure.bytes_up, secure.bytes_down
 
     enough = len(accepted) >= config.min_survivors
     known = guard.norms() if enough else norms or {}
@@ -142,6 +164,7 @@ def server_update(
     model = combined.model
     metrics: dict[str, Any] = {} if private else {"train_loss": loss / examples}
     metrics |= combined.metrics
+    metrics |= {"secagg_recovered": secure.recovered} if secure else {}
     states, served = {}, None
     for step in side.methods.steps:
         means = combined.extras.get(step.name) or (extras[step.name].mean() if step.name in extras else {})
@@ -157,7 +180,7 @@ def server_update(
         states[step.name] = output.state
         metrics |= _checked_metrics(step.name, output.metrics)
     return RoundOutcome(
-        combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served, known
+        combined.model, model, states, accepted, rejected, bytes_up, seconds, metrics, curves, served, known, bytes_down
     )
 
 
@@ -184,6 +207,7 @@ RESERVED = {
         "watch",
         "bytes_up",
         "bytes_down",
+        "secagg_recovered",
     ),
     *("client_names", "rmse", "mae", "r2", "f1", "confusion", "attackers", "attack_success"),
     *("train_loss", "accuracy", "loss", "accuracy_raw", "loss_raw", "accuracy_before_refine"),

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from dynafed.callbacks import Record
-from dynafed.engine.files import resume_command
+from dynafed.engine.trust import resume_command
 from dynafed.errors import Interrupted, RunFailed, UserError
 from dynafed.stages import stage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ def load_run_config(folder: Path, trust: bool | Config = False) -> Config:
             "if you trust whoever made it, add --trust (in Python: trust=True)"
         )
     return Config.from_dict(values)
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to continue the run in a folder."""
+    try:
+        places = imported_places(parse_toml((folder / "config.toml").read_bytes(), folder))
+    except (OSError, UserError):
+        places = []
+    return f"dynafed resume {shlex.quote(str(folder))}{' --trust' if places else ''}"
 
 
 def imported_places(values: Mapping[str, Any]) -> list[str]:

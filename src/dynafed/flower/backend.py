@@ -54,6 +54,11 @@ class FlowerBackend:
         refused: Mapping[int, str] | None = None,
     ) -> None:
         """Every request carries `records`, too; `refused` are nodes that can't take part, with the reasons."""
+        if federation.config.secure_aggregation:
+            raise UserError(
+                "secure_aggregation is simulated in this process, which would protect nobody on Flower: it has "
+                "SecAgg+ of its own; set secure_aggregation = false, or engine = 'local'"
+            )
         self.federation = federation
         self.threads_before = torch.get_num_threads()
         self.app_config = app_config

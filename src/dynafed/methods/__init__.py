@@ -118,6 +118,7 @@ def section_types(kinds: Sequence[type[Method]]) -> dict[str, type[Any]]:
 def compose(config: Config) -> Composition:
     """Put the config's methods together, or say why they don't fit."""
     from dynafed.privacy import PrivateAverage
+    from dynafed.secure_aggregation import check_secure_aggregation
 
     steps: list[Method] = [kind(config) for kind in load(config.method)]
     clients = [step for step in steps if type(step).has_client_half()] or steps[:1]
@@ -137,4 +138,5 @@ def compose(config: Config) -> Composition:
             raise UserError(f"{step.name} needs {step.needs.server_data} server data: set server_samples, say to 1000")
         if reason := step.incompatibility([other for other in steps if other is not step]):
             raise UserError(f"method = '{config.method}': {reason}")
+    check_secure_aggregation(config, [*private, *steps])
     return Composition([*private, *steps], clients)

@@ -71,13 +71,15 @@ class PrivateMean:
         self.whole = 0
 
     def add(self, update: Update) -> None:
-        """Add one change, which is clipped again: a client may not have done it."""
+        """Add one change, which is clipped again: a client may not have done it. A mean counts for all its members."""
         change = tree.difference(update.model, self.server.global_model)
         if self.settings.where == "central":
             change, whole = clipped(change, self.clip)
             self.whole += whole
         for name, tensor in change.items():
-            self.sums[name] = self.sums.get(name, torch.zeros(tensor.shape, dtype=torch.float64)) + tensor
+            self.sums[name] = self.sums.get(name, torch.zeros(tensor.shape, dtype=torch.float64)) + tensor * (
+                len(update.members) or 1
+            )
 
     def result(self) -> Combined:
         """The released average, and how many updates were not clipped, with noise."""

@@ -8,7 +8,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynafed.engine.files import SAMPLES_NOW, resume_command
+from dynafed.engine.files import SAMPLES_NOW
+from dynafed.engine.trust import resume_command
 from dynafed.report import comparison, single
 from dynafed.report.groups import group_runs
 from dynafed.report.load import is_plain_file

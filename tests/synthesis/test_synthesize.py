@@ -95,7 +95,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("rates", ["single", "tensor"])
+@pytest.mark.parametrize("rates", ["single", "tensor", "scaled"])
 @pytest.mark.parametrize("after", [1, 7])
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(case: Any, tmp_path: Path, after: int, rates: str) -> None:
     model, path = case
@@ -194,6 +194,41 @@ def test_each_tensor_learns_a_rate_of_its_own(case: Any, tmp_path: Path) -> None
     assert tree.digest(again.tree()) == tree.digest(made["tensor"].tree())
     halved = synthesize(model, path, (6,), 4, SMALL | {"inner_rates": "tensor", "inner_lr": 1e6, "iterations": 40})
     assert halved.inner_lr < 1e6
+
+
+def test_scaled_rates_start_at_way_over_gradient(case: Any) -> None:
+    model, path = case
+    fixed = {"inner_rates": "scaled", "inner_lr": 0.5, "inner_lr_rate": 0.0, "iterations": 1}
+    samples: list[Tensor] = []
+    keep = len(path) - 1  # a single segment: the whole trajectory
+    made = synthesize(
+        model,
+        path,
+        (6,),
+        4,
+        SMALL | fixed | {"segment": keep, "trajectory": keep + 1},
+        on_iteration=lambda iteration, loss, x: samples.append(x.clone()),
+    )
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in path[0].items()}
+    outputs = torch.func.functional_call(model, leaves, (samples[0],))
+    loss = nn.functional.cross_entropy(outputs, torch.full((20, 4), 0.25))
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    ways = [path[-1][name] - path[0][name] for name in leaves]
+    ratios = torch.stack([way.norm() / grad.norm() for way, grad in zip(ways, grads, strict=True)])
+    assert made.inner_rates is not None
+    torch.testing.assert_close(made.inner_rates.float(), 0.5 * ratios / ratios.log().mean().exp())
+    assert made.inner_lr == pytest.approx(0.5)
+
+
+def test_tensors_without_effect_start_at_the_common_rate() -> None:
+    """A convolution's bias before a norm has neither a way nor a gradient in the quotient distance."""
+    model = seeded(convnet, (1, 8, 8), 4, ConvNetSettings(width=8, depth=1))
+    config = SMALL | {"inner_rates": "scaled", "distance": "quotient", "inner_lr_rate": 0.0, "iterations": 1}
+    made = synthesize(model, trained(model, (1, 8, 8), 4), (1, 8, 8), 4, config)
+    assert made.inner_rates is not None
+    rates = dict(zip(dict(model.named_parameters()), made.inner_rates.tolist(), strict=True))
+    assert rates["features.0.bias"] == pytest.approx(0.1)
+    assert all(rate > 0 for rate in rates.values())
 
 
 @pytest.mark.parametrize("distance", ["l2", "quotient"])

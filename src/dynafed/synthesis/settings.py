@@ -35,8 +35,9 @@ class DynaFedSettings:
     )
     inner_rates: str = setting(
         "auto",
-        "a single inner rate, or one for each parameter tensor (auto: for each with the quotient distance)",
-        choices=("auto", "single", "tensor"),
+        "a single inner rate, or one for each parameter tensor (auto: with the quotient distance); scaled: one for "
+        "each, and it starts in proportion to the tensor's way divided by its gradient",
+        choices=("auto", "single", "tensor", "scaled"),
     )
     image_optimizer: str = setting("adam", "of the synthetic samples", choices=OPTIMIZERS)
     image_lr: float = setting(0.05, "its rate", above=0)
@@ -78,7 +79,7 @@ class DynaFedSettings:
     @property
     def rates_per_tensor(self) -> bool:
         """Whether each parameter tensor has an inner rate of its own."""
-        return self.inner_rates == "tensor" or (self.inner_rates == "auto" and self.distance == "quotient")
+        return self.inner_rates in ("tensor", "scaled") or (self.inner_rates == "auto" and self.distance == "quotient")
 
     @classmethod
     def of(cls, config: DynaFedSettings | Mapping[str, Any] | None) -> DynaFedSettings:

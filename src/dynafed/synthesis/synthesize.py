@@ -25,7 +25,7 @@ from dynafed.seeds import Seeds
 from dynafed.stages import counted
 from dynafed.synthesis.augment import augment
 from dynafed.synthesis.invariances import Invariances, find_invariances
-from dynafed.synthesis.matching import Augment, matching_gradient, reject_batch_norm
+from dynafed.synthesis.matching import Augment, inner_problem, matching_gradient, reject_batch_norm
 from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthetic import SyntheticData
 from dynafed.tree import Tree
@@ -107,7 +107,9 @@ def synthesize(
         model = accelerate_synthesis(model, synthesis_work(chosen))
     if not (state_file and state.load(state_file, task)):
         on_iteration(0, math.nan, state.learned["x"])
-        state.set_lr(chosen.inner_lr or find_inner_lr(model, segments, chosen, shape, classes, check_stop, threads))
+        scales = tensor_scales(model, segments, state) if chosen.inner_rates == "scaled" else None
+        lr = chosen.inner_lr or find_inner_lr(model, segments, chosen, shape, classes, scales, check_stop, threads)
+        state.set_lr(lr if scales is None else lr * scales)
     while state.done < chosen.iterations:
         try:
             check_stop()
@@ -371,19 +373,23 @@ def find_inner_lr(
     config: DynaFedSettings,
     shape: tuple[int, ...],
     classes: int,
+    scales: Tensor | None = None,
     check_stop: Callable[[], None] = lambda: None,
     threads: int = 0,
 ) -> float:
     """The largest of `PILOT_RATES` for which the losses of a short trial stay at most `CALM`.
 
     The right rate depends on the network, the clients' optimizer and the data, and can't be derived from the first
-    gradient, when all labels are still uniform. So rates are tried from large to small.
+    gradient, when all labels are still uniform. So rates are tried from large to small. With `scales`, the rate of each
+    tensor is that times its scale.
     """
     device = next(model.parameters()).device
+    fixed = replace(config, inner_lr_rate=0.0, inner_rates="single" if scales is None else "tensor")
     for lr in counted("inner rate", sorted(PILOT_RATES, reverse=True)):
-        fixed = replace(config, inner_lr_rate=0.0, inner_rates="single")
-        trial = SynthesisState(fixed, shape, classes, 0, segments.seeds, device, threads)
-        trial.set_lr(lr)
+        trial = SynthesisState(
+            fixed, shape, classes, 0 if scales is None else len(scales), segments.seeds, device, threads
+        )
+        trial.set_lr(lr if scales is None else lr * scales)
         losses = []
         for _ in range(PILOT_ITERATIONS):
             check_stop()
@@ -394,6 +400,31 @@ def find_inner_lr(
             break
     log.info("inner rate starts at %g; its trial's matching losses were up to %.3f", lr, max(losses))
     return lr
+
+
+def tensor_scales(model: nn.Module, segments: Segments, state: SynthesisState) -> Tensor:
+    """The length of each tensor's way divided by that of its gradient, with a geometric mean of 1 over the tensors.
+
+    Also the geometric mean over the segments. The gradient is that on the initial samples: how long it is says nothing
+    yet, but between tensors it is already much as it will be. Tensors that have no way or no gradient get 1.
+    """
+    labels = state.learned["logits"].softmax(dim=1)
+    logs = []
+    with inner_problem(model, labels, 1.0 / len(labels), state.config.chunk, state.threads) as inner:
+        for segment in segments.full():
+            way = tree.difference(segment.target, segment.start)
+            if segments.invariances is not None:
+                way = segments.invariances.project(way)
+            logs.append(_log_lengths(way) - _log_lengths(inner.gradient(segment.start, state.learned["x"])))
+    mean = torch.stack(logs).mean(dim=0)
+    usable = mean.isfinite()
+    return torch.where(usable, mean - mean[usable].mean(), 0.0).exp()
+
+
+def _log_lengths(tensors: Tree) -> Tensor:
+    """The logarithm of each tensor's norm; NaN where that is rounding."""
+    squares = torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).cpu()
+    return torch.where(squares > ROUNDING * squares.sum(), squares, math.nan).log() / 2
 
 
 def keyed_augment(config: DynaFedSettings, seeds: Seeds, *key: int | str) -> Augment | None:

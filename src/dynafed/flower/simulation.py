@@ -80,7 +80,7 @@ class FlowerSimulation(FlowerBackend):
 
         shared = SharedFederation(self.federation)
         # Without an address, Ray joins any cluster that it finds on this machine, and refuses a number of CPUs for it.
-        resources = {} if ray_address() else {"address": "local", "num_cpus": self.actors}
+        resources: dict[str, Any] = {} if ray_address() else {"address": "local", "num_cpus": self.actors}
         flower = logging.getLogger("flwr")
         level, pythonpath = flower.level, os.environ.get("PYTHONPATH")
         flower.setLevel(logging.ERROR)

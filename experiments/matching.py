@@ -45,6 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quotient, rates per tensor, learned at 0.03": TENSOR | {"inner_lr_rate": 0.03},
     "quotient, rates per tensor, from 0.1": TENSOR | {"inner_lr": 0.1},
     "quotient, from 0.1": QUOTIENT | {"inner_lr": 0.1},
+    "quotient, scaled rates": TENSOR | {"inner_rates": "scaled"},
+    "quotient, scaled rates, learned at 0.03": TENSOR | {"inner_rates": "scaled", "inner_lr_rate": 0.03},
 }
 MEANS = {"1 to 20": (0, 20), "11 to 20": (10, 20), "16 to 20": (15, 20), "11 to 30": (10, 30), "21 to 40": (20, 40)}
 

@@ -1,0 +1,98 @@
+"""The grid behind docs/guide.md: which method, with and without the mean, for which clients.
+
+    DYNAFED_DATA=... python experiments/grid.py runs/grid experiments/results/grid.json
+    python experiments/grid.py table experiments/results/grid.json
+
+The paper's protocol (80 clients, 200 rounds, one local epoch) on FashionMNIST and CIFAR-10, MLP and ConvNet of width
+16, Adam at 1e-3 and SGD at 0.05 on the clients, 40 and 10 % of them a round, three alphas, seed 0, test data. Every run
+ends in `+average`, so that it has two numbers: the model's, and the mean's of its last 20 models; both as the mean of
+the last five rounds, and of the last 20. What is in the JSON isn't run again, and what matters most comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dynafed import Config
+from dynafed.engine.grid import Cell, run_cells
+from dynafed.engine.summary import read_metrics
+
+METHODS = ("fedavg", "dynafed", "fedprox", "fedprox+dynafed")
+PROBLEMS = {
+    ("fmnist", "mlp"): "cpu-fmnist-mlp",
+    ("cifar10", "convnet"): "cpu-cifar10",
+    ("fmnist", "convnet"): "cpu-fmnist-convnet",
+    ("cifar10", "mlp"): "cpu-fmnist-mlp",
+}
+OPTIMIZERS = {"adam": {}, "sgd": {"optimizer": "sgd", "lr": 0.05}}
+SETTINGS = [
+    *product(PROBLEMS, ("adam",), (0.4,), (0.01, 0.16, 0.04)),
+    *product(PROBLEMS, ("sgd",), (0.4,), (0.01, 0.16)),
+    *product(PROBLEMS, ("adam", "sgd"), (0.1,), (0.01, 0.16)),
+    *product(PROBLEMS, ("sgd",), (0.4, 0.1), (0.04,)),
+    *product(PROBLEMS, ("adam",), (0.1,), (0.04,)),
+]
+
+
+def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
+    """Every run, with what tells it from the others."""
+    for (problem, optimizer, participation, alpha), method in product(SETTINGS, METHODS):
+        dataset, model = problem
+        row = {"dataset": dataset, "model": model, "optimizer": optimizer, "participation": participation}
+        row |= {"alpha": alpha, "method": method}
+        changes = {"dataset": dataset, "alpha": alpha, "participation": participation, "method": f"{method}+average"}
+        config = Config.load(PROBLEMS[problem], OPTIMIZERS[optimizer] | changes | {"workers": 1})
+        name = f"{dataset}-{model}-{optimizer}-{participation}-alpha{alpha}-{method}"
+        yield row, Cell(name, config, folder / name)
+
+
+def measured(path: Path) -> dict[str, Any]:
+    """Accuracies of the model and of the mean, over the last five rounds and the last 20; and the matching loss."""
+    records = read_metrics(path)
+    found = {
+        f"{name}{suffix}": round(statistics.fmean(record[key] for record in records[-last:]), 5)
+        for name, key in (("raw", "accuracy_raw"), ("mean", "accuracy"))
+        for last, suffix in ((5, ""), (20, "_last_20"))
+    }
+    losses = [round(record["matching_loss"], 4) for record in records if "matching_loss" in record]
+    return found | {"rounds": len(records), "matching_loss": losses[0] if losses else None}
+
+
+def main(folder: Path, out: Path) -> None:
+    """Run what isn't done; print and write every row as soon as it is there."""
+    rows = json.loads(out.read_text()) if out.exists() else []
+    planned = {
+        each.path: (row, each) for row, each in cells(folder) if not any(row.items() <= done.items() for done in rows)
+    }
+    for done, _ in run_cells([each for _, each in planned.values()]):
+        rows.append(planned[done.path][0] | measured(done.path))
+        print(json.dumps(rows[-1]), flush=True)
+        out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The grid in Markdown: accuracy of the model / of the mean, in percent; a dash where nothing was run."""
+    yield f"| clients' data and network | optimizer, clients a round | alpha | {' | '.join(METHODS)} |"
+    yield f"|{'---|' * (3 + len(METHODS))}"
+    for (dataset, model), optimizer, participation, alpha in sorted(SETTINGS):
+        wanted = {"dataset": dataset, "model": model, "optimizer": optimizer, "participation": participation}
+        found = {row["method"]: row for row in rows if (wanted | {"alpha": alpha}).items() <= row.items()}
+        if found:
+            shown = (
+                f"{100 * found[method]['raw']:.1f} / {100 * found[method]['mean']:.1f}" if method in found else "-"
+                for method in METHODS
+            )
+            yield f"| {dataset}, {model} | {optimizer}, {participation:.0%} | {alpha} | {' | '.join(shown)} |"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        print(*table(json.loads(Path(sys.argv[2]).read_text())), sep="\n")
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -27,12 +27,25 @@ from dynafed.synthesis import DynaFedSettings
 
 DYNAFED: dict[str, Any] = {"method": "dynafed+average", "dynafed.distance": "l2", "dynafed.inner_rates": "single"}
 TENSOR = DYNAFED | {"dynafed.distance": "quotient", "dynafed.inner_rates": "tensor"}
+SCALED: dict[str, Any] = {
+    "method": "dynafed+average",
+    "dynafed.distance": "quotient",
+    "dynafed.inner_rates": "scaled",
+    "dynafed.inner_lr_rate": 0.03,
+    "dynafed.image_lr": 0.1,
+    "dynafed.iterations": 300,
+    "dynafed.targets": [2],
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg+average"},
     "dynafed, l2": DYNAFED,
     "dynafed, quotient, rates per tensor": TENSOR,
     "dynafed, again every 40 rounds": TENSOR | {"dynafed.resynthesize_every": 40},
     "dynafed, 50 steps at 1e-3": TENSOR | {"dynafed.finetune_lr": 1e-3},
+    "dynafed, scaled": SCALED,
+    "dynafed, scaled, again every 40 rounds": SCALED | {"dynafed.resynthesize_every": 40},
+    "dynafed, scaled, 20 steps at 1e-4": SCALED | {"dynafed.finetune_lr": 1e-4, "dynafed.finetune_steps": 20},
+    "dynafed, scaled, targets of 5": SCALED | {"dynafed.targets": [5]},
     "real samples": TENSOR | {"dynafed.synthetic": "a file"},
     "fedavg, clients get the mean": {"method": "fedavg+average", "average.clients_get": "mean", "average.window": 5},
 }

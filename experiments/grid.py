@@ -1,12 +1,13 @@
 """The grid behind docs/guide.md: which method, with and without the mean, for which clients.
 
-    DYNAFED_DATA=... python experiments/grid.py runs/grid experiments/results/grid.json
+    DYNAFED_DATA=... python experiments/grid.py runs/grid experiments/results/grid.json [WORD]
     python experiments/grid.py table experiments/results/grid.json
 
 The paper's protocol (80 clients, 200 rounds, one local epoch) on FashionMNIST and CIFAR-10, MLP and ConvNet of width
 16, Adam at 1e-3 and SGD at 0.05 on the clients, 40 and 10 % of them a round, three alphas, seed 0, test data. Every run
 ends in `+average`, so that it has two numbers: the model's, and the mean's of its last 20 models; both as the mean of
-the last five rounds, and of the last 20. What is in the JSON isn't run again, and what matters most comes first.
+the last five rounds, and of the last 20. What is in the JSON isn't run again, and what matters most comes first. With a
+word, only cells that have it in their names are run, such as "fmnist-mlp".
 """
 
 from __future__ import annotations
@@ -64,11 +65,13 @@ def measured(path: Path) -> dict[str, Any]:
     return found | {"rounds": len(records), "matching_loss": losses[0] if losses else None}
 
 
-def main(folder: Path, out: Path) -> None:
+def main(folder: Path, out: Path, word: str = "") -> None:
     """Run what isn't done; print and write every row as soon as it is there."""
     rows = json.loads(out.read_text()) if out.exists() else []
     planned = {
-        each.path: (row, each) for row, each in cells(folder) if not any(row.items() <= done.items() for done in rows)
+        each.path: (row, each)
+        for row, each in cells(folder)
+        if word in each.title and not any(row.items() <= done.items() for done in rows)
     }
     for done, _ in run_cells([each for _, each in planned.values()]):
         rows.append(planned[done.path][0] | measured(done.path))
@@ -95,4 +98,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "table":
         print(*table(json.loads(Path(sys.argv[2]).read_text())), sep="\n")
     else:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
+        main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -1,15 +1,16 @@
 """Which settings of the synthesis suit a ConvNet of some width: distance, the rates' start and learning, samples' rate.
 
-    DYNAFED_DATA=... python experiments/convnet_rates.py cpu-fmnist-convnet 32 200 [VARIANT ...]
+    DYNAFED_DATA=... python experiments/convnet_rates.py cpu-fmnist-convnet 32 150 0,1,2 [VARIANT ...]
 
-writes experiments/results/convnet-rates-<preset>-<width>.json, a row for each variant; rows that are there are not run
-again. FedAvg runs for 40 rounds at the preset's protocol, seed 0, on validation data; D_syn is made from rounds 1 to
+writes experiments/results/convnet-rates-<preset>-<width>.json, a row for each variant and seed of the synthesis (none is
+named: 0); rows that are there are not run again. FedAvg runs for 40 rounds at the preset's protocol, seed 0, on validation data; D_syn is made from rounds 1 to
 20. The models of rounds 21, 25, ... 37 are then fine-tuned once on it: 20 steps at 1e-4, and 50 at 3e-4. Beside it,
 the matching loss over the iterations and what it took.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -68,7 +69,7 @@ def measure(study: Study, changes: dict[str, Any], seed: int) -> dict[str, Any]:
     return row
 
 
-def main(preset: str, width: str, iterations: str, *names: str) -> None:
+def main(preset: str, width: str, iterations: str, seeds: str, *names: str) -> None:
     """Run what is missing."""
     file = Path(__file__).parent / "results" / f"convnet-rates-{preset}-{width}.json"
     rows = json.loads(file.read_text()) if file.exists() else {}
@@ -80,10 +81,10 @@ def main(preset: str, width: str, iterations: str, *names: str) -> None:
             for name, models in (("model", study.models), ("mean of 20", study.means))
         }
         print(json.dumps(rows["as they are"]), flush=True)
-    for name in names or VARIANTS:
-        key = f"{name}; {iterations} iterations"
+    for seed, name in itertools.product(map(int, seeds.split(",")), names or VARIANTS):
+        key = f"{name}; {iterations} iterations" + (f"; seed {seed}" if seed else "")
         if key not in rows:
-            rows[key] = measure(study, VARIANTS[name] | {"iterations": int(iterations)}, 0)
+            rows[key] = measure(study, VARIANTS[name] | {"iterations": int(iterations)}, seed)
             print(key, json.dumps(rows[key]), flush=True)
             file.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -2,10 +2,10 @@
 
     DYNAFED_DATA=... python experiments/convnet_rates.py cpu-fmnist-convnet 32 150 0,1,2 [VARIANT ...]
 
-writes experiments/results/convnet-rates-<preset>-<width>.json, a row for each variant and seed of the synthesis (none is
-named: 0); rows that are there are not run again. FedAvg runs for 40 rounds at the preset's protocol, seed 0, on validation data; D_syn is made from rounds 1 to
-20. The models of rounds 21, 25, ... 37 are then fine-tuned once on it: 20 steps at 1e-4, and 50 at 3e-4. Beside it,
-the matching loss over the iterations and what it took.
+writes experiments/results/convnet-rates-<preset>-<width>.json, a row for each variant and seed of the synthesis (none
+in the name: 0); rows that are there are not run again. FedAvg runs for 40 rounds at the preset's protocol, seed 0, on
+validation data; D_syn is made from rounds 1 to 20. The models of rounds 21, 25, ... 37 are then fine-tuned once on it,
+with several budgets. Beside it, the matching loss over the iterations.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def printable(text: str, most: int = 300) -> str:
+    """A text of others that can stand in a sentence: one line, not too long, nothing that a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in text[:most])
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was stopped from outside after its state was saved; `path` is the folder to resume."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dynafed import tree
+from dynafed.errors import printable
 from dynafed.tree import Tree
 
 
@@ -94,7 +95,7 @@ def validate_layout(got: Tree, expected: Tree) -> str | None:
     if missing := sorted(expected.keys() - got.keys()):
         return f"'{missing[0]}' is missing"
     if unknown := sorted(got.keys() - expected.keys()):
-        return f"'{unknown[0]}' is not expected"
+        return f"'{printable(unknown[0])}' is not expected"
     for name, tensor in expected.items():
         if got[name].shape != tensor.shape:
             return f"'{name}' has shape {tuple(got[name].shape)}, not {tuple(tensor.shape)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from dynafed.config import parse_override
 from dynafed.engine.files import is_locked
-from dynafed.errors import UserError
+from dynafed.errors import UserError, printable
 from dynafed.progress import METRICS, format_metric
 from dynafed.report.load import Run, find_runs, load_run
 from dynafed.settings import nearest
@@ -74,7 +74,7 @@ def text(row: Mapping[str, Any], column: str) -> str:
         case "changed":
             return time.strftime("%Y-%m-%d %H:%M", time.localtime(value))
         case _:
-            return str(value)
+            return printable(str(value))
 
 
 def _row(run: Run) -> Row:

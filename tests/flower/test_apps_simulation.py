@@ -17,6 +17,7 @@ from torch import nn
 import dynafed
 from dynafed import UserError
 from dynafed.engine.summary import read_metrics
+from dynafed.flower.reaper import PERIOD, ray_processes
 
 CHANGES: dict[str, Any] = {"method": "scaffold", "client_state": "persistent", "rounds": 12, "mlp.width": 8}
 SETTINGS = [word for key, value in CHANGES.items() for word in ("-s", f"{key}={value}")]
@@ -51,6 +52,25 @@ def test_interrupted_with_two_actors_and_resumed_with_one(tmp_path: Path) -> Non
     assert files(tmp_path / "flower") == files(tmp_path / "local")
     names = {path.name for path in (tmp_path / "local").iterdir()}
     assert {path.name for path in (tmp_path / "flower").iterdir()} == names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_killed_simulation_leaves_no_process_of_ray(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "-s", "rounds=1000", "--engine", "flower", "--workers", "1"]
+    child = subprocess.Popen(command("run", "demo", *settings, "--out", str(tmp_path / "r")))
+    patience = time.monotonic() + 180
+    while not read_metrics(tmp_path / "r") and child.poll() is None and time.monotonic() < patience:
+        time.sleep(0.1)
+    time.sleep(2 * PERIOD)
+    found = ray_processes(child.pid)
+    child.kill()
+    child.wait()
+    names = {pid: Path(f"/proc/{pid}/comm") for pid in found}
+    assert len(names) >= 4  # the two daemons, an agent of each kind, an actor
+    patience = time.monotonic() + 10
+    while any(name.exists() for name in names.values()) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert [name.read_text() for name in names.values() if name.exists()] == []
 
 
 def test_a_model_and_arrays_given_in_python(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from fake_runs import MakeRun, synthesis_record
 
 from dynafed.errors import UserError
-from dynafed.report.load import find_runs, flatten, load_run
+from dynafed.report import write_report
+from dynafed.report.clean import flatten
+from dynafed.report.load import find_runs, load_run, read_synthesis
 
 
 def test_a_finished_run_is_read_whole(make_run: MakeRun) -> None:
@@ -178,3 +181,37 @@ def test_torch_is_not_imported_by_the_report_itself() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+ODD = [None, True, -5, 1e308, 10**400, float("nan"), "NaN", "<script>", "\ud800", [], [[1]], {"a": {}}, ["a"]]
+ODD_TOML = ["-5", '"<script>"', "[[1]]", "nan", "true", "1979-05-27", "[07:32:00]"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "config.toml", "partition.json"])
+def test_odd_values_are_left_out_and_make_a_page_without_them(name: str, make_run: MakeRun) -> None:
+    """Run folders come from anybody: nothing in one ends a report with a traceback, or gets into its markup."""
+    path = make_run(rounds=6, each=synthesis_record)
+    text = (path / name).read_text()
+    if name == "config.toml":
+        keys, odd = [line.partition(" = ")[0] for line in text.splitlines() if " = " in line], ODD_TOML
+    else:
+        first, more = text.split("\n", 1) if name == "metrics.jsonl" else (text, "")
+        keys, odd = list(json.loads(first)), ODD
+    for number, key in enumerate(keys):
+        for value in (odd[number % len(odd)], odd[(number + 4) % len(odd)]):
+            if name == "config.toml":
+                (path / name).write_text(re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", text))
+            else:
+                (path / name).write_text(json.dumps(json.loads(first) | {key: value}) + f"\n{more}")
+            page = write_report([path]).read_text("utf-8")
+            assert "<script>" not in page.partition("<body")[2].partition("<script")[0]
+
+
+def test_json_that_is_nested_without_end_is_left_out(make_run: MakeRun) -> None:
+    path = make_run(rounds=2)
+    for name in ("summary.json", "report.json", "partition.json", "metrics.jsonl", "synthesis.jsonl"):
+        (path / name).write_text("[" * 100_000)
+    run = load_run(path)
+    assert run.rounds == ()
+    assert len(run.notes) == 3
+    assert read_synthesis(path) == {}

@@ -25,13 +25,17 @@ from dynafed.cli import (
     watch,
 )
 from dynafed.cli.common import log_to_stderr
-from dynafed.errors import RunFailed, UserError
+from dynafed.errors import RunFailed, UserError, printable
 
 GROUPS = (
     *(train, predict, synthesize, report, audit, runs, verify, watch, reproduce, suggest),
     *(config, listings, data, completion),
 )
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
+
+
+MOST = 2000
+"""Characters of an error; values from a file may be long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.command(args)
     except UserError as error:
-        print(f"dynafed: {error}", file=sys.stderr)
+        print(f"dynafed: {printable(str(error), MOST)}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"dynafed: {error}", file=sys.stderr)
+        print(f"dynafed: {printable(str(error), MOST)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:
         print(f"dynafed: {stopped.args[0] if stopped.args else 'interrupted'}", file=sys.stderr)

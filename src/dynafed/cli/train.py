@@ -72,7 +72,8 @@ def _resume(args: argparse.Namespace) -> None:
 
 def _show(result: Result, as_json: bool) -> None:
     from dynafed.progress import format_metric
-    from dynafed.report.load import describe_attack, flatten
+    from dynafed.report.clean import flatten
+    from dynafed.report.load import describe_attack
 
     page = result.path / "report.html"
     if as_json:

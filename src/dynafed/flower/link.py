@@ -10,7 +10,7 @@ from typing import TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from dynafed.errors import UserError, WorkerDied
+from dynafed.errors import UserError, WorkerDied, printable
 from dynafed.flower import wire
 
 MAX_REASON_LENGTH = 300
@@ -96,8 +96,7 @@ def read_reply(reply: RecordDict | str, reader: Callable[[RecordDict], T], failu
 def one_line(text: str) -> str:
     """The first line, without what a terminal would obey; never empty."""
     first = next(iter(text[: 10 * MAX_REASON_LENGTH].strip().splitlines()), "")
-    printable = "".join(each if each.isprintable() else "?" for each in first)
-    return printable[:MAX_REASON_LENGTH] or "it gave no reason"
+    return printable(first, MAX_REASON_LENGTH) or "it gave no reason"
 
 
 def _content(reply: Message, node: int, message_id: str) -> RecordDict | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynafed.flower.app_config import AppConfig
 from dynafed.flower.apps import NodeSide, make_client_app
 from dynafed.flower.backend import FlowerBackend
 from dynafed.flower.environment import ray_address
+from dynafed.flower.reaper import start_reaper
 
 ROUND_TIMEOUT = 7 * 24 * 3600.0
 """Seconds for a round, however slow; the end of an actor or of Flower is noticed at once."""
@@ -49,16 +51,20 @@ class FlowerSimulation(FlowerBackend):
         self.grid_queue: Queue[Grid | None] = Queue()
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.reaper: subprocess.Popen[bytes] | None = None
         self.thread = threading.Thread(target=self._simulate, name="flower", daemon=True)
 
     def __enter__(self) -> FlowerSimulation:
         super().__enter__()
+        self.reaper = None if ray_address() else start_reaper()
         self.thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.done.set()
         self.thread.join()
+        if self.reaper is not None:
+            self.reaper.communicate()
         super().__exit__(*error)
 
     @property

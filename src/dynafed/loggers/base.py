@@ -64,7 +64,7 @@ class RunLogger(Callback):
     def on_run_begin(self, run: RunContext) -> None:
         """Open the log; what was done before is logged, too, if this log is new."""
         from dynafed.engine.files import write_json
-        from dynafed.report.load import flatten
+        from dynafed.report.clean import flatten
 
         ids = _read_ids(run.path)
         before = ids.get(self.name)
@@ -88,7 +88,7 @@ class RunLogger(Callback):
 
     def on_run_end(self, run: RunContext, result: Any) -> None:
         """Log the final table and end the log."""
-        from dynafed.report.load import flatten
+        from dynafed.report.clean import flatten
 
         summary = flatten(result.summary)
         self.log_table("summary", ("what", "value"), [[key, str(value)] for key, value in summary.items()])
@@ -153,7 +153,7 @@ def draw_partition(partition: Partition, names: Sequence[str]) -> Image:
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a record by name; of lists such as `clients`, the length. Those by segment or client stay out."""
-    from dynafed.report.load import flatten
+    from dynafed.report.clean import flatten
 
     for key, value in flatten(record).items():
         if key in ("clients", "dropped", "rejected") and isinstance(value, list):

@@ -18,11 +18,11 @@ A block that can't be shown becomes a sentence that says why; it never breaks th
 from __future__ import annotations
 
 import base64
-import math
 import re
 from pathlib import Path
 from typing import Any
 
+from dynafed.report.clean import is_number
 from dynafed.report.text import escape, number
 
 FORMATS = ("number", "percent", "seconds", "bytes")
@@ -38,13 +38,13 @@ def chart(kind: str, data: Any) -> dict[str, Any]:
     """The chart of a `lines` or `bars` block."""
     over = "x" if kind == "lines" else "labels"
     along = _list(data, over)
-    if kind == "lines" and not all(_is_number(x) and math.isfinite(x) for x in along):
+    if kind == "lines" and not all(is_number(x) for x in along):
         raise BlockError("x must be numbers")
     series = _get(data, "series", dict)
     for name, values in series.items():
         if not isinstance(values, list) or len(values) != len(along):
             raise BlockError(f"series '{name}' must have {len(along)} values, one for each of {over}")
-        if not all(value is None or _is_number(value) for value in values):
+        if not all(value is None or is_number(value) for value in values):
             raise BlockError(f"series '{name}' must be numbers")
     spec = {
         "kind": kind,
@@ -72,7 +72,7 @@ def table(data: Any) -> str:
     columns, rows = _list(data, "columns"), _list(data, "rows")
     if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
         raise BlockError(f"each row must have {len(columns)} cells")
-    numeric = [all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(columns))]
+    numeric = [all(row[i] is None or is_number(row[i]) for row in rows) for i in range(len(columns))]
     return sortable_table(
         [(escape(column), numeric[i]) for i, column in enumerate(columns)], [_cells(row) for row in rows]
     )
@@ -184,7 +184,3 @@ def _get(data: Any, key: str, kind: type) -> Any:
 def _list(data: Any, key: str) -> list[Any]:
     found: list[Any] = _get(data, key, list)
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

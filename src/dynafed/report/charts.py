@@ -102,7 +102,7 @@ def client_loss_lines(run: Run) -> list[tuple[str, Spec]]:
             for when, name in ((round_num - 0.1, "aggregated"), (round_num, "refined")):
                 if (loss := record.get(f"watch.{client}.{name}")) is not None:
                     points.append((when, loss))
-        x, y = zip(*points, strict=True)
+        x, y = zip(*points, strict=True) if points else ((), ())
         line = {"name": f"client {client}", "x": x, "y": y, "color": 0, "thin": True}
         found.append((client, {"kind": "lines", "xlabel": "round", "zero": True, "series": [line]}))
     tops = sorted(value for _, spec in found for value in spec["series"][0]["y"] if value is not None)

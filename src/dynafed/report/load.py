@@ -14,6 +14,7 @@ from dynafed.config import parse_toml
 from dynafed.engine.files import check_links
 from dynafed.errors import UserError
 from dynafed.progress import METRICS
+from dynafed.report.clean import clean_config, clean_record, clean_summary, is_number, plain
 
 DEPTH = 3
 """How many levels below a given folder runs are looked for."""
@@ -177,7 +178,7 @@ def load_run(path: Path) -> Run:
     check_links(path)
     notes: list[str] = []
     try:
-        config = flatten(parse_toml((path / "config.toml").read_bytes(), path / "config.toml"))
+        config = clean_config(parse_toml((path / "config.toml").read_bytes(), path / "config.toml"), notes)
     except OSError as error:
         raise UserError(f"{path / 'config.toml'} can't be read: {error}") from None
     summary = _json(path / "summary.json", notes)
@@ -189,7 +190,7 @@ def load_run(path: Path) -> Run:
         path=path,
         config=config,
         rounds=_rounds(path / "metrics.jsonl", notes),
-        summary=summary if isinstance(summary, dict) else None,
+        summary=clean_summary(summary),
         partition=_partition(_json(path / "partition.json", notes), class_names, notes),
         blocks=tuple(blocks if isinstance(blocks, list) else [] if blocks is None else [blocks]),
         notes=tuple(notes),
@@ -199,10 +200,10 @@ def load_run(path: Path) -> Run:
 def describe_attack(config: Mapping[str, Any]) -> str:
     """Who attacks in a run, in words, from its flat config; nothing if nobody does."""
     kind, share = config.get("attack.kind", "none"), config.get("attack.share", 0)
-    if kind == "none" or not share:
+    if kind == "none" or not share or not is_number(share):
         return ""
     rounds = config.get("attack.rounds")
-    when = f"rounds {rounds[0]} to {rounds[1]}" if rounds else "every round"
+    when = f"rounds {rounds[0]} to {rounds[1]}" if isinstance(rounds, list) and len(rounds) == 2 else "every round"
     return f"an experiment with attackers: {100 * share:.3g} % of the clients, {kind}, in {when}"
 
 
@@ -217,9 +218,11 @@ def read_synthesis(folder: Path) -> dict[int, float]:
     file = folder / "synthesis.jsonl"
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            found = json.loads(line).items()
-            losses |= {int(number): math.nan if loss is None else float(loss) for number, loss in found}
-        except (ValueError, TypeError, AttributeError):
+            found = dict(json.loads(line))
+            losses |= {
+                int(number): float(loss) if is_number(loss) else math.nan for number, loss in plain(found).items()
+            }
+        except (ValueError, TypeError, RecursionError):
             continue
     return losses
 
@@ -233,14 +236,6 @@ def snapshots(folder: Path) -> list[tuple[int, Path]]:
 def is_plain_file(path: Path) -> bool:
     """Whether it is a file, and no link to one."""
     return path.is_file() and not path.is_symlink()
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _inside(path: Path, depth: int) -> Iterator[Path]:
@@ -258,8 +253,8 @@ def _json(path: Path, notes: list[str]) -> Any:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        return plain(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, RecursionError):
         notes.append(f"{path.name} is not valid JSON and was left out")
         return None
 
@@ -271,13 +266,11 @@ def _rounds(path: Path, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     broken = 0
     for index, line in enumerate(lines):
         try:
-            raw = json.loads(line)
-            by_client = {key: raw.pop(key) for key in list(raw) if "_per_client" in key}
-            record = flatten(raw) | {key: value for key, value in by_client.items() if isinstance(value, dict)}
-            if "bytes_enrolment" in record:  # what clients send once goes up in the first round
-                record["bytes_up"] = record.get("bytes_up", 0) + record["bytes_enrolment"]
-            rounds[int(record["round"])] = {key: _finite(value) for key, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
+            record = clean_record(plain(json.loads(line)))
+            if record.get("bytes_enrolment"):  # what clients send once goes up in the first round
+                record["bytes_up"] = (record.get("bytes_up") or 0) + record["bytes_enrolment"]
+            rounds[record["round"]] = record
+        except (ValueError, RecursionError):
             # The last line is cut short when a run is killed while it writes: that is no damage.
             broken += bool(line.strip()) and index < len(lines) - 1
     if broken:
@@ -301,10 +294,6 @@ def _split_off_synthesis(rounds: Sequence[dict[str, Any]]) -> None:
             record |= {"seconds_synthesis": took, "seconds_server": whole - took}
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _partition(raw: Any, class_names: Any, notes: list[str]) -> Partition | None:
     if raw is None:
         return None
@@ -313,8 +302,8 @@ def _partition(raw: Any, class_names: Any, notes: list[str]) -> Partition | None
         counts = tuple(tuple(int(count) for count in row) for row in raw["counts"])
         shown = tuple(int(client) for client in raw.get("shown") or range(len(counts)))
         classes = int(raw["classes"])
-        if len(shown) != len(counts) or any(len(row) != classes for row in counts):
-            raise ValueError("shapes differ")
+        if len(shown) != len(counts) or any(len(row) != classes or min(row, default=0) < 0 for row in counts):
+            raise ValueError("shapes differ, or there are fewer samples than none")
         if not counts or classes < 2:  # nothing is known, or there are no classes
             return None
         called = tuple(str(name) for name in raw.get("client_names") or ())

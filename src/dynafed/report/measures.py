@@ -9,6 +9,7 @@ from typing import Any
 
 from dynafed.progress import METRICS
 from dynafed.report.blocks import sortable_table
+from dynafed.report.clean import is_number
 from dynafed.report.groups import Group
 from dynafed.report.load import Run
 from dynafed.report.text import THIN, duration, escape, mean_std_percent, number, percent, plural
@@ -145,7 +146,7 @@ def extra_keys(runs: Sequence[Run]) -> Extra:
         count: dict[str, int] = {}
         for record in run.rounds:
             for key, value in record.items():
-                if key not in KNOWN and not key.startswith("watch.") and _is_number(value):
+                if key not in KNOWN and not key.startswith("watch.") and is_number(value):
                     seen.setdefault(key, []).append(value)
                     count[key] = count.get(key, 0) + 1
         often |= {key for key, times in count.items() if times > max(1, len(run.rounds) / ONE_OFF)}
@@ -223,9 +224,9 @@ def _latest(run: Run, family: str) -> dict[str, float]:
         found = {
             key[len(family) + 1 :]: value
             for key, value in record.items()
-            if key == family or (key.startswith(f"{family}.") and key[len(family) + 1 :].isdigit())
+            if key == family or (key.startswith(f"{family}.") and key[len(family) + 1 :].isdecimal())
         }
-        if found := {name: value for name, value in found.items() if _is_number(value)}:
+        if found := {name: value for name, value in found.items() if is_number(value)}:
             return found
     return {}
 
@@ -233,7 +234,3 @@ def _latest(run: Run, family: str) -> dict[str, float]:
 def _mean_latest(run: Run, family: str) -> float | None:
     values = _latest(run, family).values()
     return sum(values) / len(values) if values else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

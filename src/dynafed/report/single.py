@@ -156,7 +156,10 @@ def _tiles(run: Run) -> str:
         tiles.append(("Parameters", number(summary["parameters"]), "in the model"))
     if summary.get("peak_rss_mb"):
         tiles.append(("Peak memory", size(1e6 * summary["peak_rss_mb"]), "resident"))
-    inside = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in tiles)
+    inside = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in tiles
+    )
     return f'<dl class="tiles" style="--n:{len(tiles)}">{inside}</dl>' if tiles else ""
 
 

@@ -84,7 +84,7 @@ def setting(value: Any) -> str:
     """A config value as TOML spells it, without the quotes of strings."""
     if isinstance(value, str):
         return value
-    return json.dumps(value) if isinstance(value, bool | list) else str(value)
+    return json.dumps(value, default=str) if isinstance(value, bool | list) else str(value)
 
 
 def to_json_data(value: Any) -> Any:

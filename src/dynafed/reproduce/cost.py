@@ -13,7 +13,7 @@ from dynafed.config import Config
 from dynafed.data.spec import get_spec
 from dynafed.engine.run import run
 from dynafed.execution import available_cores, synthesis_work
-from dynafed.report.load import flatten
+from dynafed.report.clean import flatten
 from dynafed.reproduce.cells import PlannedCell
 from dynafed.synthesis.settings import DynaFedSettings
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dynafed.report import blocks, charts
+from dynafed.report.clean import flatten
 from dynafed.report.gallery import class_gallery
 from dynafed.report.groups import mean_curve, mean_std
-from dynafed.report.load import Run, flatten, load_run
+from dynafed.report.load import Run, load_run
 from dynafed.report.page import Page
 from dynafed.report.sections import grid
 from dynafed.report.text import escape

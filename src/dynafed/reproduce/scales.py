@@ -10,7 +10,7 @@ from typing import Any
 from dynafed.config import Config, presets
 from dynafed.errors import UserError
 from dynafed.methods import METHODS
-from dynafed.report.load import flatten
+from dynafed.report.clean import flatten
 from dynafed.report.text import setting
 
 SCALES = {

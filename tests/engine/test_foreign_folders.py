@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import Faults
 from problems import TEST, TRAIN, run_tiny, tiny
 
 import dynafed
@@ -74,6 +75,14 @@ def test_a_report_and_a_temporary_file_replace_a_link(foreign: Path, victim: Pat
     (foreign / "log").symlink_to(victim)
     with pytest.raises(RunFailed, match="can't write"):
         files.append_line(foreign / "log", "more")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "clients/00/0-1.safetensors", ".lock"])
+def test_a_folder_in_a_file_s_place_is_one_line(name: str, foreign: Path) -> None:
+    files.remove(foreign / name)
+    (foreign / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=f"{name} is a folder where a run has a file"):
+        dynafed.resume(foreign, **DATA)
 
 
 def test_a_pipe_hangs_nobody(foreign: Path) -> None:
@@ -138,40 +147,20 @@ def test_what_is_trusted_is_imported(tmp_path: Path) -> None:
 # Faults of the disk
 
 
-class Faults:
-    """Lets the n-th of all operations that write fail, as a full disk does."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, code: int) -> None:
-        self.left, self.done, self.folder, self.code = -1, 0, str(folder), code
-        for name in ("open", "fsync", "replace", "mkdir"):
-            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), name))
-
-    def _wrapped(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(target: Any, *more: Any, **options: Any) -> Any:
-            writes = name != "open" or (more and more[0] & (os.O_WRONLY | os.O_RDWR))
-            if writes and (name == "fsync" or str(target).startswith(self.folder)):
-                self.done += 1
-                if 0 <= self.left < self.done:
-                    raise OSError(self.code, os.strerror(self.code))
-            return real(target, *more, **options)
-
-        return call
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_full_disk_at_every_write_is_one_line_and_the_run_goes_on_with_the_same_bits(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run_tiny(tmp_path / "whole", method="scaffold", rounds=3, checkpoint_every=1)
     with monkeypatch.context() as patched:
-        faults = Faults(patched, tmp_path / "count", code)
+        faults = Faults(patched.setattr, tmp_path / "count", code)
         run_tiny(tmp_path / "count", method="scaffold", rounds=3, checkpoint_every=1)
         writes = faults.done
     assert writes > 30
     for number in range(0, writes, 7 if code == errno.ENOSPC else 23):
         path = tmp_path / f"r{number}"
         with monkeypatch.context() as patched:
-            faults = Faults(patched, path, code)
+            faults = Faults(patched.setattr, path, code)
             faults.left = number
             with pytest.raises((RunFailed, UserError)) as raised:
                 run_tiny(path, method="scaffold", rounds=3, checkpoint_every=1)

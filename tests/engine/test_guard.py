@@ -210,3 +210,29 @@ def test_the_command_that_continues_a_run_asks_for_trust_where_it_is_needed(tmp_
     assert not resume_command(tmp_path).endswith("--trust")
     (tmp_path / "config.toml").write_text('model = "package.module:factory"')
     assert resume_command(tmp_path).endswith(" --trust")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("steps", [0, -3, 5, 2**62])
+def test_claimed_steps_must_be_possible_where_they_count(steps: int, optimizer: str) -> None:
+    """FedNova divides by them: 0 of them, or a huge number, spoilt every round, or ended the run."""
+    federation = Federation.create(tiny(method="fednova", optimizer=optimizer), train=TRAIN, test=TEST)
+    side, model = federation.server_side, federation.problem.initial_model()
+    moved = {name: tensor + 0.01 for name, tensor in model.items()}
+    sizes = [len(federation.client(client).y) for client in range(4)]
+    updates = [Update(client, moved, size, -(-size // 16), 0.0, 0.0) for client, size in enumerate(sizes)]
+    outcome = server_update(
+        side, Broadcast(1, model), {"fednova": {}}, [*updates[:3], replace(updates[3], steps=steps)]
+    )
+    assert outcome.accepted == [0, 1, 2]
+    reason = f"it claims {steps} steps, and its {sizes[3]} examples make 1 to {-(-sizes[3] // 16)}"
+    assert outcome.rejected == [{"client": 3, "reason": reason}]
+    assert server_update(side, Broadcast(1, model), {"fednova": {}}, updates).accepted == [0, 1, 2, 3]
+
+
+def test_names_that_clients_send_are_printable() -> None:
+    federation = Federation.create(tiny(), train=TRAIN, test=TEST)
+    side, model = federation.server_side, federation.problem.initial_model()
+    sent = Update(0, model | {"\x1b[2J\nround 9 of 9": torch.zeros(1)}, 9, 1, 0.0, 0.0)
+    (entry,) = server_update(side, Broadcast(1, model), {"fedavg": {}}, [sent]).rejected
+    assert entry["reason"] == "'?[2J?round 9 of 9' is not expected"

@@ -162,7 +162,7 @@ def test_a_huge_update_that_spoils_the_result_is_taken_back_and_named(method: st
 
     def made(client: int, value: float) -> Update:
         model = {name: torch.full_like(tensor, value) for name, tensor in start.items()}
-        return Update(client, model, 1, 1, 0.0, 0.0, extras)
+        return Update(client, model, len(federation.client(client).y), 1, 0.0, 0.0, extras)
 
     honest = server_update(side, sent, server, [made(0, 0.1), made(1, 0.2)])
     assert honest.accepted == [0, 1]

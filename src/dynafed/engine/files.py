@@ -81,7 +81,7 @@ SUFFIXES = (".toml", ".json", ".jsonl", ".safetensors", ".html", ".lock")
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a run's folder in which a file or folder of a run is a link, a pipe or a device."""
+    """Refuse a run's folder in which a file or folder of a run is a link, a pipe or a device, or a file is a folder."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
@@ -107,6 +107,8 @@ def _check_plain(entry: os.DirEntry[str]) -> None:
     if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
         kind = "a link" if entry.is_symlink() else "neither a file nor a folder"
         raise UserError(f"{entry.path} is {kind}, and may lead outside the run's folder: delete it")
+    if entry.name.endswith(SUFFIXES) and not entry.is_file(follow_symlinks=False):
+        raise UserError(f"{entry.path} is a folder where a run has a file: delete it")
 
 
 def _open(path: Path, flags: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynafed import tree
+from dynafed.config import Config
 from dynafed.engine.federation import ServerSide
 from dynafed.engine.guard import NormGuard
 from dynafed.errors import UserError
@@ -94,7 +95,9 @@ def server_update(
     config = side.config
     private = side.methods.private  # then updates are clipped, and what is rejected must not depend on other clients
     large = "accept" if private else config.large_updates
-    guard = NormGuard(broadcast.model, norms, large, config.max_update_norm, config.weighting)
+    # How many steps a client can have taken depends on its examples.
+    weighting = "examples" if side.methods.counts_steps else config.weighting
+    guard = NormGuard(broadcast.model, norms, large, config.max_update_norm, weighting)
     spec = side.methods.extras_spec(side.problem)
     extras: dict[str, Mean] = {}
     kept: list[Update] = []
@@ -119,8 +122,10 @@ def server_update(
 
     for update in secure.mean(arriving()) if secure else arriving():
         summed = bool(update.members)
-        held = None if summed else _known_examples(side, update.client)
+        held = side.client_size(update.client) if weighting == "examples" and not summed else None
         reason = validate_update(update, broadcast, spec) or _validate_examples(update, held)
+        if not reason and side.methods.counts_steps:
+            reason = _validate_steps(update, config)
         if not reason:
             update, reason = guard.judge(update, examples_known=summed or held is not None)
         members.update({update.client: update.members} if summed else {})
@@ -184,14 +189,17 @@ def server_update(
     )
 
 
-def _known_examples(side: ServerSide, client: int) -> int | None:
-    """How many examples a client has, if they are weights and the server knows."""
-    return side.client_size(client) if side.config.weighting == "examples" else None
-
-
 def _validate_examples(update: Update, held: int | None) -> str | None:
     """Returns why a client's claimed number of examples must not weigh, or None if it may."""
     return None if held in (None, update.examples) else f"it claims {update.examples} examples and holds {held}"
+
+
+def _validate_steps(update: Update, config: Config) -> str | None:
+    """Returns why a client can't have taken as many steps as it claims, or None if it can."""
+    most = config.local_steps or config.local_epochs * -(-update.examples // config.batch_size)
+    if 1 <= update.steps <= most:
+        return None
+    return f"it claims {update.steps} steps, and its {update.examples} examples make 1 to {most}"
 
 
 RESERVED = {

@@ -82,6 +82,11 @@ class Composition:
         return any(step.needs.client_models and type(step).overrides("server_step") for step in self.steps)
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether the average goes by the number of steps that clients say they took."""
+        return any(step.counts_steps for step in self.steps)
+
+    @property
     def sets_up(self) -> Method | None:
         """The method whose clients send something before round 1, if there is one."""
         return next((method for method in self.clients if type(method).overrides("setup_client")), None)

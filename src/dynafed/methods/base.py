@@ -199,6 +199,9 @@ class Method:
     ignores_weighting: ClassVar[bool] = True
     """For methods with a `combiner`: whether it has weights of its own, so that `weighting` would have no effect."""
 
+    counts_steps: ClassVar[bool] = False
+    """For methods with a `combiner`: whether it goes by the number of steps that a client says it took."""
+
     def __init_subclass__(cls, register: bool = True) -> None:
         if register and vars(cls).get("name"):
             METHODS.add(cls.name, cls)

@@ -24,6 +24,7 @@ class FedNova(Method):
     summary = "averages each client's update per local step, then scales it by the mean number of steps"
     citation = "Wang et al., NeurIPS 2020"
     ignores_weighting = False
+    counts_steps = True
 
     def combiner(self, server: ServerContext) -> Combiner:
         """The normalized average."""

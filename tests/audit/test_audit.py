@@ -13,6 +13,7 @@ from problems import run_tiny, tiny
 import dynafed
 from dynafed import UserError
 from dynafed.audit import audit, inversion, neighbors, subject
+from dynafed.audit.membership import log_likelihood_ratio
 from dynafed.audit.neighbors import nearness
 from dynafed.audit.ownership import _guess
 from dynafed.audit.statistics import auc, p_value, true_positive_rate, with_interval
@@ -54,6 +55,13 @@ def test_who_pulls_where_is_found_by_regression() -> None:
     assert np.corrcoef(scores.ravel(), (pulls - pulls.mean(0)).ravel())[0, 1] > 0.95
 
 
+def test_the_likelihood_ratio_by_hand() -> None:
+    # Seen: 2 and 4, mean 3; unseen: -1 and 1, mean 0; each spread has 2 squared over one degree of freedom.
+    scores, seen = np.array([[2.0], [4.0], [-1.0], [1.0]]), np.array([[True], [True], [False], [False]])
+    ratio = log_likelihood_ratio(np.array([3.0]), scores, seen)
+    assert ratio == pytest.approx([0.5 * 9 / 2])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"dynafed.trajectory": 3, "dynafed.segment": 1, "dynafed.targets": [1], "dynafed.samples": 20}
@@ -74,11 +82,12 @@ def test_everything_on_a_small_run(
     assert numbers == json.loads((run / "audit.json").read_text())
     findings = numbers["findings"]
     assert list(findings) == ["Nearest neighbors", "Membership", "Classes of clients", "Gradient inversion", "Canaries"]
-    for name in ("loss of the average", "loss of the refined model", "loss of a network trained on D_syn alone"):
-        value, low, high = findings["Membership"][name]["auc"]
-        assert 0 <= low <= value <= high <= 1
-    assert "likelihood ratio, the final model" in findings["Membership"]
+    for name in ("the average", "the refined model", "a network trained on D_syn alone", "the final model"):
+        for attack in (f"loss of {name}", f"likelihood ratio, {name}"):
+            value, low, high = findings["Membership"][attack]["auc"]
+            assert 0 <= low <= value <= high <= 1
     assert findings["Classes of clients"]["auc"][0] > 0.6
+    assert -1 <= findings["Classes of clients"]["d_syn_correlation"] <= 1
     page = (run / "audit.html").read_text()
     for words in ("What dynafed on digits gives away", "Not proved.", "so nothing is promised", "data:image/png"):
         assert words in page
@@ -101,3 +110,11 @@ def test_a_run_whose_privacy_budget_is_spent_can_be_audited(tmp_path: Path, monk
     done = audit(run, shadows=0, canaries=0)
     assert done.numbers["dp"]
     assert "The run had differential privacy." in done.page.read_text()
+
+
+def test_a_run_with_secure_aggregation_can_be_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inversion, "ITERATIONS", 2)
+    run = dynafed.run(tiny(dataset="digits", rounds=2, secure_aggregation=True), out=tmp_path / "run").path
+    plain = dynafed.run(tiny(dataset="digits", rounds=2), out=tmp_path / "plain").path
+    masked, clear = (audit(each, shadows=0, canaries=0).numbers["findings"]["Membership"] for each in (run, plain))
+    assert masked["loss of the average"]["auc"] == pytest.approx(clear["loss of the average"]["auc"], abs=0.01)

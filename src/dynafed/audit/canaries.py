@@ -11,10 +11,8 @@ import torch
 from dynafed.audit.finding import Finding
 from dynafed.audit.neighbors import nearness
 from dynafed.audit.statistics import auc, with_interval
-from dynafed.audit.subject import Subject, replay, train_alone, with_data
+from dynafed.audit.subject import ALONE, FINAL, Subject, replay, synthetic_of, train_alone, with_data
 from dynafed.data import Partition
-from dynafed.synthesis.synthetic import SyntheticData
-from dynafed.tree import unnest
 
 REFERENCES = 200
 """Marked samples that nobody gets, to compare with."""
@@ -44,11 +42,9 @@ def check_canaries(subject: Subject, count: int) -> Finding:
     federation = with_data(subject, samples)
     state = replay(federation, federation.config.rounds, "a run with canaries")
     x, y = dataset.schema.to_input((marked, labels), federation.problem.device)
-    models = {"the final model": state.final_model}
-    parts = unnest(state.server.get("dynafed", {}))
-    synthetic = SyntheticData.from_tree(parts["synthetic"]) if "synthetic" in parts else None
+    models, synthetic = {FINAL: state.final_model}, synthetic_of(state)
     if synthetic is not None:
-        models["a network trained on D_syn alone"] = train_alone(federation, synthetic)
+        models[ALONE] = train_alone(federation, synthetic)
     table: list[list[Any]] = []
     numbers: dict[str, Any] = {}
     leaks = False

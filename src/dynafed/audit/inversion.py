@@ -27,12 +27,12 @@ def check_inversion(subject: Subject) -> Finding:
     problem.network.eval()
     members = subject.training(subject.members(len(subject.split.partition.indices), "inversion"))
     others = subject.held_out()
-    weights = tree.to(subject.before, problem.device)
+    weights = tree.to(subject.state.model, problem.device)
     one_x, one_y = members[0][:1], members[1][:1]
     single = invert(subject, weights, _gradient(subject, weights, one_x, one_y), one_y, rng)
     usual = float(torch.cdist(others[0][others[1] == one_y].flatten(1)[:300], one_x.flatten(1)).min())
     missed = float((single - one_x).norm()) / max(usual, 1e-9)
-    update = {name: subject.before[name] - subject.average[name] for name in problem.trainable}
+    update = {name: subject.state.model[name] - subject.average[name] for name in problem.trainable}
     labels = torch.arange(problem.classes)
     drawn = invert(subject, weights, tree.to(update, problem.device), labels, rng)
     result = nearness(drawn, labels, members, others, rng)

@@ -10,7 +10,8 @@ import torch
 from dynafed.audit.finding import Finding
 from dynafed.audit.neighbors import histogram
 from dynafed.audit.statistics import Array, Estimate, auc, true_positive_rate, with_interval
-from dynafed.audit.subject import Subject, repartitioned, replay, with_data
+from dynafed.audit.subject import Subject, repartitioned, shadow_models, with_data
+from dynafed.tree import Tree
 
 SAMPLES = 1000
 """Members and non-members each, at most."""
@@ -23,14 +24,16 @@ def check_membership(subject: Subject, shadows: int) -> Finding:
     inside = subject.members(SAMPLES, "members")
     total = len(subject.split.dataset.test_y)
     outside = np.sort(rng.choice(total, min(len(inside), total), replace=False))
+    models = subject.models()
     scores = {
         f"loss of {name}": tuple(
             -subject.losses(model, *samples) for samples in (subject.training(inside), subject.held_out(outside))
         )
-        for name, model in subject.models().items()
+        for name, model in models.items()
     }
     if shadows:
-        scores["likelihood ratio, the final model"] = _likelihood_ratio(subject, inside, outside, shadows)
+        ratios = _likelihood_ratios(subject, models, inside, outside, shadows)
+        scores |= {f"likelihood ratio, {name}": pair for name, pair in ratios.items()}
     rows, numbers, leaks, best = [], {}, False, ("", 0.5)
     for name, (members, others) in scores.items():
         area: Estimate = with_interval(auc, members, others, rng)
@@ -70,11 +73,13 @@ def check_membership(subject: Subject, shadows: int) -> Finding:
     )
 
 
-def _likelihood_ratio(subject: Subject, inside: np.ndarray, outside: np.ndarray, shadows: int) -> tuple[Array, Array]:
+def _likelihood_ratios(
+    subject: Subject, models: dict[str, Tree], inside: np.ndarray, outside: np.ndarray, shadows: int
+) -> dict[str, tuple[Array, Array]]:
     """Carlini et al., S&P 2022: Gaussians of the scaled confidence, of shadow models with and without the sample.
 
     Each shadow run has a random half of the samples in question, and all others. Variances are common to all samples,
-    because the runs are few.
+    because the runs are few. Models that a shadow run lacks, for want of a synthesis, are left out.
     """
     split = subject.split
     test_x, test_y = split.dataset.test_x[outside], split.dataset.test_y[outside]
@@ -91,25 +96,29 @@ def _likelihood_ratio(subject: Subject, inside: np.ndarray, outside: np.ndarray,
         seed = subject.federation.config.seed + 1000 + number
         rows = np.sort(np.concatenate([others, pool[half]]))
         federation = with_data(subject, repartitioned(subject, x, y, rows, seed), seed)
-        state = replay(federation, federation.config.rounds, f"shadow run {number + 1} of {shadows}")
+        held = shadow_models(federation, f"shadow run {number + 1} of {shadows}")
         chosen.append(half)
-        confidences.append(_confidence(subject.losses(state.final_model, *samples)))
-    seen, scores = np.array(chosen), np.array(confidences)
-    target = _confidence(subject.losses(subject.state.final_model, *samples))
-    means, deviations = [], []
+        confidences.append({name: _confidence(subject.losses(model, *samples)) for name, model in held.items()})
+    found = {}
+    for name in (name for name in models if all(name in scores for scores in confidences)):
+        target = _confidence(subject.losses(models[name], *samples))
+        ratio = log_likelihood_ratio(target, np.array([scores[name] for scores in confidences]), np.array(chosen))
+        found[name] = ratio[: len(inside)], ratio[len(inside) :]
+    return found
+
+
+def log_likelihood_ratio(target: Array, scores: Array, seen: np.ndarray) -> Array:
+    """Of each sample's score, if it was seen against not, by the scores of shadow runs that saw it or didn't."""
+    log_odds = []
     for mask in (seen, ~seen):
         counts = np.maximum(1, mask.sum(0))
         mean = np.where(mask, scores, 0).sum(0) / counts
         spread = np.where(mask, scores - mean, 0)
         freedom = max(1, int(mask.sum() - (mask.sum(0) > 0).sum()))
-        means.append(mean)
-        deviations.append(max(SMALLEST_DEVIATION, float(np.sqrt((spread**2).sum() / freedom))))
-    log_odds = [
-        -0.5 * ((target - mean) / deviation) ** 2 - np.log(deviation)
-        for mean, deviation in zip(means, deviations, strict=True)
-    ]
-    ratio = log_odds[0] - log_odds[1]
-    return ratio[: len(inside)], ratio[len(inside) :]
+        deviation = max(SMALLEST_DEVIATION, float(np.sqrt((spread**2).sum() / freedom)))
+        log_odds.append(-0.5 * ((target - mean) / deviation) ** 2 - np.log(deviation))
+    ratio: Array = log_odds[0] - log_odds[1]
+    return ratio
 
 
 def _confidence(losses: np.ndarray) -> Array:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from dynafed.audit.finding import Finding
-from dynafed.audit.statistics import Array, auc
+from dynafed.audit.statistics import Array, auc, p_value
 from dynafed.audit.subject import Subject, replay, with_data
 from dynafed.callbacks import Record
 from dynafed.engine.checkpoint import RunState
+from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.tree import Tree
 
 ROUNDS = 20
@@ -24,9 +25,10 @@ def check_ownership(subject: Subject) -> Finding:
     tested = (
         "In each of the first rounds the server knows who took part and how the last layer's biases moved. A "
         "regression of the one on the other says which client pulls towards which class. It sees global models only, "
-        "as with secure aggregation; a server that sees single updates can read classes off directly."
+        "as with secure aggregation; a server that sees single updates can read classes off directly. Of D_syn, the "
+        "shares of the classes are compared with those of the clients that it was made from."
     )
-    not_proved = "More rounds, or the other layers, may tell more. D_syn has no client's name on it."
+    not_proved = "More rounds, or the other layers, may tell more."
     name = _bias(subject)
     if name is None:
         return Finding("Classes of clients", tested, "The network has no bias for each class.", not_proved, None)
@@ -61,9 +63,19 @@ def check_ownership(subject: Subject) -> Finding:
         "right in 50 %."
     )
     numbers: dict[str, object] = {"auc": [value, low, high], "rounds": rounds}
+    leaks = low > 0.5
     if subject.synthetic is not None:
-        mass = subject.synthetic.labels.mean(0).numpy()
-        numbers["d_syn_correlation_with_all_classes"] = _correlation(mass, counts.sum(0))
+        recorded = subject.federation.config.section("dynafed", DynaFedSettings).trajectory
+        classes = np.sum([counts[clients].sum(0) for clients in taking_part[:recorded]], axis=0)
+        mass = subject.synthetic.labels.mean(0).double().numpy()
+        correlation = _correlation(mass, classes)
+        p = p_value(correlation, [_correlation(rng.permutation(mass), classes) for _ in range(RESAMPLES)])
+        found += (
+            " D_syn names no client. How often it shows each class has a correlation of "
+            f"{correlation:.2f} with the classes of those who took part in the rounds that it follows, p = {p:.3f}."
+        )
+        numbers |= {"d_syn_correlation": correlation, "d_syn_p": p}
+        leaks |= p < 0.05
     table = {
         "columns": ["client", "its classes", "guessed first"],
         "rows": [
@@ -75,9 +87,8 @@ def check_ownership(subject: Subject) -> Finding:
             for client, has, score in zip(np.flatnonzero(seen)[:30], present, scores, strict=False)
         ],
     }
-    return Finding(
-        "Classes of clients", tested, found, not_proved, low > 0.5, numbers, [{"kind": "table", "data": table}]
-    )
+    blocks = [{"kind": "table", "data": table}]
+    return Finding("Classes of clients", tested, found, not_proved, leaks, numbers, blocks)
 
 
 def _bias(subject: Subject) -> str | None:
@@ -98,5 +109,5 @@ def _guess(moves: Array, taking_part: list[list[int]], clients: int) -> Array:
     return scores
 
 
-def _correlation(one: Array, other: Array) -> float | None:
-    return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else None
+def _correlation(one: Array, other: Array) -> float:
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else 0.0

@@ -25,6 +25,7 @@ from dynafed.engine.run import one_round
 from dynafed.engine.server import server_broadcast, server_update
 from dynafed.errors import UserError
 from dynafed.methods import ServerRuntime
+from dynafed.secure_aggregation import invite
 from dynafed.seeds import Seeds
 from dynafed.stages import stage
 from dynafed.synthesis.refine import train_on
@@ -33,6 +34,8 @@ from dynafed.tree import Tree
 
 SCRATCH = ("adam", 1e-3, 300)
 """How a network is trained on D_syn alone: optimizer, rate, steps."""
+FINAL, ALONE = "the final model", "a network trained on D_syn alone"
+"""What an attacker may hold, among others."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,8 @@ class Subject:
     path: Path
     federation: Federation
     state: RunState
-    before: Tree
-    """The global model before one more round."""
     average: Tree
-    """The average of that round's updates, before any refinement."""
+    """The average of one more round's updates, before any refinement."""
     refined: Tree
     """The model that the server made of it."""
     synthetic: SyntheticData | None
@@ -63,12 +64,7 @@ class Subject:
 
     def models(self) -> dict[str, Tree]:
         """What an attacker may hold, by name."""
-        found = {"the average": self.average}
-        if self.refined is not self.average:
-            found["the refined model"] = self.refined
-        if self.synthetic is not None:
-            found["a network trained on D_syn alone"] = train_alone(self.federation, self.synthetic)
-        return found
+        return _held(self.federation, self.state, self.average, self.refined, self.synthetic)
 
     def members(self, count: int, purpose: str) -> np.ndarray:
         """Some rows of the training split that clients hold."""
@@ -102,30 +98,59 @@ def load_subject(path: str | Path) -> Subject:
         raise UserError(
             f"{path} can't be audited: its clients bring their own data, and the audit needs a whole dataset"
         )
-    backend = ProcessBackend(federation)
-    with tempfile.TemporaryDirectory() as folder:
-        state = checkpoint.load(path, federation, backend)
-        if not state.round:
-            raise UserError(f"{path} has no checkpoint: it can't be audited")
-        before, average, refined = _next_round(federation, state, backend, Path(folder))
+    state = checkpoint.load(path, federation, ProcessBackend(federation))
+    if not state.round:
+        raise UserError(f"{path} has no checkpoint: it can't be audited")
+    average, refined = _next_round(federation, state)
     file = path / "synthetic.safetensors"
     schema = federation.schema
     synthetic = SyntheticData.load(file, schema.shape, schema.classes) if file.is_file() else None
-    return Subject(path, federation, state, before, average, refined, synthetic)
+    return Subject(path, federation, state, average, refined, synthetic)
 
 
-def _next_round(
-    federation: Federation, state: RunState, backend: ProcessBackend, folder: Path
-) -> tuple[Tree, Tree, Tree]:
-    side, number = federation.server_side, state.round + 1
+def _next_round(federation: Federation, state: RunState) -> tuple[Tree, Tree]:
+    """The average of one more round's updates, and the model that the server makes of it."""
+    config, side, number = federation.config, federation.server_side, state.round + 1
     if "dp" in state.server:  # this round is never released, so it costs nothing of a budget that may be spent
         ledger = state.server["dp"] | {"releases": torch.tensor(0)}
         state = dataclasses.replace(state, server=state.server | {"dp": ledger})
+    cohort = sample_clients(federation, number)
+    sampled = [*cohort.dropped, *(client for client, _ in cohort.working)]
     broadcast = server_broadcast(side, number, state.model, state.server)
-    with backend:
-        trained = backend.train(broadcast, sample_clients(federation, number).working, state.clients.load)
+    broadcast = invite(config, federation.problem.seeds, broadcast, sampled, 0)
+    with ProcessBackend(federation) as backend:
+        trained = backend.train(broadcast, cohort.working, state.clients.load)
         outcome = server_update(side, broadcast, state.server, (update for update, _ in trained), ServerRuntime())
-    return state.model, outcome.average, outcome.model
+    return outcome.average, outcome.model
+
+
+def _held(
+    federation: Federation, state: RunState, average: Tree, refined: Tree, synthetic: SyntheticData | None
+) -> dict[str, Tree]:
+    found = {"the average": average}
+    if refined is not average:
+        found["the refined model"] = refined
+    if synthetic is not None:
+        found[ALONE] = train_alone(federation, synthetic)
+    return found | {FINAL: state.final_model}
+
+
+def shadow_models(federation: Federation, what: str) -> dict[str, Tree]:
+    """What an attacker may hold of a run of this federation, by the names of `Subject.models`."""
+    held: dict[str, Tree] = {}
+
+    def note(state: RunState, record: Record) -> None:
+        if state.round == federation.config.rounds:
+            held.update(_held(federation, state, *_next_round(federation, state), synthetic_of(state)))
+
+    replay(federation, federation.config.rounds, what, note)
+    return held
+
+
+def synthetic_of(state: RunState) -> SyntheticData | None:
+    """D_syn as the server keeps it."""
+    parts = tree.unnest(state.server.get("dynafed", {}))
+    return SyntheticData.from_tree(parts["synthetic"]) if "synthetic" in parts else None
 
 
 def replay(

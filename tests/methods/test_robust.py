@@ -115,6 +115,7 @@ def test_what_is_sent_beside_a_sound_model_is_guarded_too(method: str) -> None:
         ({"method": "krum+median"}, "both replace the average"),
         ({"method": "fedgen+krum"}, "krum distrusts single clients, but fedgen learns from every client's model"),
         ({"method": "median+feddf", "server_samples": 40}, "median distrusts single clients, but feddf"),
+        ({"method": "fedmix+median"}, "median distrusts single clients, but fedmix gives what each sent before"),
         ({"method": "krum+abavg", "server_samples": 40}, "both replace the average"),
         ({"method": "median", "weighting": "examples"}, "median has weights of its own"),
         ({"method": "feddyn", "weighting": "examples"}, "feddyn's clients count alike"),

@@ -58,6 +58,12 @@ class Robust(Method):
                 f"{self.name} distrusts single clients, but {trusting[0]} learns from every client's model; "
                 "take one of them"
             )
+        unguarded = [other.name for other in others if other.overrides("setup_client")]
+        if unguarded:
+            return (
+                f"{self.name} distrusts single clients, but {unguarded[0]} gives what each sent before round 1 to all; "
+                "take one of them"
+            )
         return None
 
 

@@ -118,6 +118,11 @@ def test_every_output_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         present = set(summary["attack"]["clients"]) & set(record["clients"])
         assert set(record["attackers"]) == (present if record["round"] in (2, 3) else set())
         assert 0 <= record["attack_success"] <= 1
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "backdoor 50 %" in capsys.readouterr().out
+    assert main(["compare", str(source), "--methods", "fedavg", "--out", str(tmp_path / "c")]) == 0
+    assert "backdoor 50 %" in capsys.readouterr().out
+    assert words in (tmp_path / "c" / "report.html").read_text()
 
 
 def test_without_a_section_nothing_changes(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def comparison_html(comparison: Comparison) -> str:
     show = partial(format_metric, metric)
     rows = [
         {key: value for key, value in row.items() if key in comparison.settings}
+        | ({"attack": row.get("attack", "")} if comparison.attacked else {})
         | {
             "seeds": len(row["seeds"]),
             f"final {metric}": show(row[f"final_{metric}"]) + (f" ± {show(row['std'])}" if row["std"] else ""),

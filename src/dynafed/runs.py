@@ -14,7 +14,7 @@ from dynafed.config import parse_override
 from dynafed.engine.files import is_locked
 from dynafed.errors import UserError, printable
 from dynafed.progress import METRICS, format_metric
-from dynafed.report.load import Run, find_runs, load_run
+from dynafed.report.load import Run, find_runs, load_run, name_attack
 from dynafed.settings import nearest
 
 Row = dict[str, Any]
@@ -56,7 +56,8 @@ def columns(rows: Sequence[Mapping[str, Any]], more: Iterable[str] = ()) -> list
     """The columns worth showing: what each run is, how far it is, and in what the runs differ."""
     different = [key for key in SETTINGS if len({repr(row.get(key)) for row in rows}) > 1]
     metrics = {row["metric"]: None for row in rows} or METRICS[:1]
-    return list(dict.fromkeys(["run", "method", *different, *more, "state", "rounds", *metrics]))
+    attacked = ["attack"] if any(row.get("attack") for row in rows) else []
+    return list(dict.fromkeys(["run", "method", *attacked, *different, *more, "state", "rounds", *metrics]))
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
@@ -90,6 +91,7 @@ def _row(run: Run) -> Row:
         "best": run.best[1] if run.best else None,
         "seconds": (run.summary or {}).get("seconds") or run.total("seconds"),
         "changed": last,
+        "attack": name_attack(run.config.get("attack.kind", "none"), run.config.get("attack.share", 0.2)),
     }
     return row | {key: value for key, value in run.config.items() if key not in row}
 

@@ -116,11 +116,13 @@ def _compare(args: argparse.Namespace) -> None:
         return
     aimed = ("rounds to target",) if config.target_accuracy else ()
     metric = done.rows[0]["metric"]
-    table = Table("method", *vary, "seeds", f"final {metric}", "best", *aimed, "seconds")
+    attacked = ("attack",) if done.attacked else ()
+    table = Table("method", *vary, *attacked, "seeds", f"final {metric}", "best", *aimed, "seconds")
     for row in done.rows:
         table.add_row(
             row["method"],
             *(str(row[key]) for key in vary),
+            *(row.get(key, "") for key in attacked),
             str(len(row["seeds"])),
             format_metric(metric, row[f"final_{metric}"])
             + (f" ± {format_metric(metric, row['std']).removesuffix(' %')}" if len(row["seeds"]) > 1 else ""),

@@ -18,6 +18,7 @@ from dynafed.engine.run import run
 from dynafed.engine.summary import read_metrics
 from dynafed.errors import UserError
 from dynafed.progress import format_metric
+from dynafed.report.load import name_attack
 from dynafed.settings import nearest
 from dynafed.terminal import with_progress
 
@@ -95,6 +96,11 @@ class Comparison:
         ax.legend()
         return ax
 
+    @property
+    def attacked(self) -> bool:
+        """Whether some of the runs had attackers."""
+        return any("attack" in row for row in self.rows)
+
     def _name(self, row: Mapping[str, Any]) -> str:
         return _label(row["method"], {key: row[key] for key in self.settings}, escape=False)
 
@@ -169,7 +175,9 @@ def _over_seeds(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     metric = summaries[0].get("metric", "accuracy")
     accuracies = [summary[f"final_{metric}"] for summary in summaries]
     reached = [summary["rounds_to_target"] for summary in summaries]
+    attack = summaries[0].get("attack")
     return {
+        **({"attack": name_attack(attack["kind"], attack["share"])} if attack else {}),
         "metric": metric,
         f"final_{metric}": statistics.fmean(accuracies),
         "std": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from flower.nodes import backend_on_nodes
 from methods.by_hand import federation_for
 from problems import TEST, TRAIN, run_tiny, tiny
+from rich.console import Console
 
 import dynafed
 from dynafed import Method, UserError, tree
@@ -20,6 +22,7 @@ from dynafed.engine.local import local_update
 from dynafed.engine.server import server_broadcast
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import METHODS, ServerContext, ServerOutput, ServerRuntime
+from dynafed.methods.average import AverageSettings, RunningMean
 from dynafed.methods.dynafed import Algorithm
 from dynafed.privacy.accountant import noise_for, spent
 from dynafed.privacy.dp import PrivateMean, clipped
@@ -27,6 +30,7 @@ from dynafed.privacy.settings import DpSettings
 from dynafed.seeds import Seeds
 from dynafed.synthesis.problem import SynthesisProblem
 from dynafed.synthesis.settings import DynaFedSettings
+from dynafed.terminal import ProgressBar, frame
 from dynafed.tree import Tree
 
 DYNAFED: dict[str, Any] = {
@@ -146,6 +150,16 @@ def test_epsilon_is_in_every_output(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not any("train_loss" in record for record in records)
 
 
+def test_epsilon_is_in_the_bar(tmp_path: Path) -> None:
+    with ProgressBar("", Console(file=io.StringIO())) as bar:
+        spent_so_far = run_tiny(tmp_path / "r", rounds=2, dp__noise=2.0).summary["epsilon"]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(frame(bar.progress))
+    assert isinstance(console.file, io.StringIO)
+    for shown in (console.file.getvalue(), str(bar.progress.run)):
+        assert f"epsilon {spent_so_far:.2f}" in shown
+
+
 def stop_after_two(run: RunContext, record: Record) -> None:
     if record["round"] == 2:
         run.stop("enough")
@@ -200,13 +214,17 @@ def test_dynafed_and_the_mean_are_post_processing_of_what_was_released(tmp_path:
     algorithm = Algorithm(settings)
     alone = SynthesisProblem(problem.network, problem.shape, problem.classes, Seeds(0), accelerate=False)
     state = algorithm.initial(alone, problem.initial_model())
+    running = RunningMean(AverageSettings())
+    means: Tree = {}
     refined = []
     for number, model in enumerate(Released.models, 1):
         output = algorithm.refine(alone, model, state, number, ServerRuntime())
         state = output.state
         refined.append(output.model)
+        means = running.add(means, output.model, number)
     assert tree.digest(refined[-1]) == tree.digest(result.state.model)
     assert tree.digest(refined[-1]) != tree.digest(Released.models[-1])
+    assert tree.digest(running.mean(means, refined[-1])) == tree.digest(result.state.final_model)
     plain = run_tiny(tmp_path / "p", dp__noise=0.5)
     assert plain.summary["epsilon"] == result.summary["epsilon"]
 

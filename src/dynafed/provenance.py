@@ -20,7 +20,10 @@ from dynafed.engine.files import checksum, write_json
 from dynafed.errors import UserError
 from dynafed.version import __version__
 
-KEPT = ("clients", "client_names", "dropped", "rejected", "attackers", "skipped", "synthesis_refused", "epsilon")
+KEPT = (
+    *("clients", "client_names", "dropped", "rejected", "attackers", "skipped", "synthesis_refused", "restarted"),
+    "epsilon",
+)
 """What an entry takes from a round's record."""
 
 

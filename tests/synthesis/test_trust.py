@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import run_tiny
+from problems import TEST, TRAIN, run_tiny
 from test_method import SMALL, bits
 
 import dynafed
+from dynafed import tree
 from dynafed.seeds import Seeds
 from dynafed.synthesis.settings import DynaFedSettings
 from dynafed.synthesis.synthesize import Segments, UntrustedTrajectory, outlying_steps
@@ -75,3 +76,17 @@ def test_a_guard_that_finds_nothing_changes_no_bit(tmp_path: Path) -> None:
     )
     assert bits(guarded) == bits(run_tiny(tmp_path / "b", **SMALL))
     assert guarded.history[3]["segments_left_out"] == 0
+
+
+def test_a_refused_synthesis_restarts_the_run_once(tmp_path: Path) -> None:
+    changes = SMALL | {"dynafed__max_matching_loss": 0.01, "dynafed__on_refusal": "restart"}
+    result = run_tiny(tmp_path / "a", **changes)
+    assert [record["round"] for record in result.history if "restarted" in record] == [4]
+    assert [record["round"] for record in result.history if "synthesis_refused" in record] == [4, 8]
+    assert "restarted from the initial model" in (tmp_path / "a" / "report.html").read_text()
+    stopped = run_tiny(tmp_path / "b", **changes | {"rounds": 4})
+    assert tree.digest(stopped.state.model) == tree.digest(stopped.federation.problem.initial_model())
+    again = dynafed.resume(tmp_path / "b", train=TRAIN, test=TEST, changes={"rounds": 8})
+    assert bits(again) == bits(result)
+    trusted = run_tiny(tmp_path / "c", **SMALL | {"dynafed__on_refusal": "restart"})
+    assert bits(trusted) == bits(run_tiny(tmp_path / "d", **SMALL))

@@ -69,7 +69,10 @@ class Refiner:
         """Names and dtypes, in the order in which clients get them."""
 
     def initialize(self, arrays: ArrayRecord) -> None:
-        """Set the initial model; only `include_initial`, or arrays in another order or other dtypes, need it."""
+        """Set the initial model.
+
+        Only `include_initial`, a restart after a refusal, or arrays in another order or other dtypes need it.
+        """
         model = self._by_name(arrays)
         self.sent_dtypes = {name: tensor.dtype for name, tensor in model.items()}
         self.state = self.algorithm.initial(self.problem, self._to_module(model))

@@ -50,6 +50,8 @@ class Algorithm:
         parts: dict[str, Tree] = {}
         if self.settings.include_initial:
             parts["trajectory"] = tree.nest({"000000": model})
+        if self.settings.on_refusal == "restart":
+            parts["origin"] = model
         if self.settings.synthetic:
             parts["synthetic"] = SyntheticData.load(self.settings.synthetic, problem.shape, problem.classes).tree()
         return tree.nest(parts)
@@ -74,10 +76,14 @@ class Algorithm:
                 synthesized, metrics = synthesize_from_trajectory(
                     parts["trajectory"], problem, self.settings, round_num, runtime
                 )
+                done, refused = synthesized is not None, "synthesis_refused" in metrics
                 if synthesized is not None:
                     parts["synthetic"] = synthesized.tree()
-                if "synthesis_refused" in metrics or (synthesized is not None and not again):
+                if refused or (done and not again):
                     del parts["trajectory"]  # after a refusal, another one is recorded from the next round on
+                origin = parts.pop("origin", {}) if refused or done else {}
+                if refused and origin:  # if the recorded rounds aren't trusted, where they led to isn't either
+                    model, metrics = origin, metrics | {"restarted": 1}
         return ServerOutput(model, tree.nest(parts), metrics)
 
     def _record(self, trajectory: Tree, model: Tree, round_num: int) -> tuple[Tree, int]:

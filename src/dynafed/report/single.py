@@ -194,6 +194,8 @@ def _event_table(run: Run) -> str:
             said.append("skipped: the model was kept")
         if record.get("synthesis_refused"):
             said.append(f"synthesis not used: {record['synthesis_refused']}")
+        if record.get("restarted"):
+            said.append("restarted from the initial model")
         if "not finite" in charts.count_events(record):
             said.append("loss not finite")
         if said:

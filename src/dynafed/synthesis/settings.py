@@ -70,6 +70,11 @@ class DynaFedSettings:
     max_matching_loss: float = setting(
         0.0, "a synthesis that matches worse is not used, and another trajectory is recorded (0: any is used)", low=0
     )
+    on_refusal: str = setting(
+        "record",
+        "after a synthesis that isn't trusted: record the next rounds, or restart from the initial model before, once",
+        choices=("record", "restart"),
+    )
     evidence: bool = setting(
         False, "measure D_syn as the paper's figures do: against real samples, noise, from scratch"
     )

@@ -62,6 +62,18 @@ def test_the_likelihood_ratio_by_hand() -> None:
     assert ratio == pytest.approx([0.5 * 9 / 2])
 
 
+def test_a_linear_first_layer_shows_its_input() -> None:
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    x = torch.randn(1, 3, 4)
+    torch.nn.functional.cross_entropy(network(x), torch.tensor([1])).backward()
+    gradient = {name: leaf.grad for name, leaf in network.named_parameters() if leaf.grad is not None}
+    shown = inversion.read_off(gradient, (3, 4))
+    assert shown is not None
+    torch.testing.assert_close(shown, x.expand_as(shown))
+    assert inversion.read_off({"conv.weight": torch.zeros(5, 1, 3, 3), "conv.bias": torch.zeros(5)}, (3, 4)) is None
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"dynafed.trajectory": 3, "dynafed.segment": 1, "dynafed.targets": [1], "dynafed.samples": 20}

@@ -13,7 +13,7 @@ import dynafed
 from dynafed import tree
 from dynafed.seeds import Seeds
 from dynafed.synthesis.settings import DynaFedSettings
-from dynafed.synthesis.synthesize import Segments, UntrustedTrajectory, outlying_steps
+from dynafed.synthesis.synthesize import Segments, UntrustedTrajectory, opposing_steps, outlying_steps
 from dynafed.tree import Tree
 
 
@@ -44,6 +44,17 @@ def test_a_stretch_that_does_not_fit_is_left_out() -> None:
 
 def test_a_step_that_is_not_finite_is_left_out() -> None:
     assert outlying_steps(trajectory(0.0, 1.0, 2.0, float("inf"), 3.0, 4.0, 5.0), 4) == {2, 3}
+
+
+def test_steps_against_the_others_are_left_out() -> None:
+    back = trajectory(0.0, 1.0, 2.0, 3.0, 2.5, 2.0, 3.0, 4.0, 5.0)  # two of eight steps go back, and none is long
+    assert opposing_steps(back, 0.08) == {3, 4}  # their cosines: 1 with each other, -1 with six; the mean is -5/7
+    assert opposing_steps(back, 0.75) == set()
+    assert opposing_steps(trajectory(0.0, 1.0, 1.0, float("inf"), 3.0, 4.0), 0.08) == {2, 3}
+    fitting = Segments(back, DynaFedSettings(segment=2, outlier_steps=4.0, opposing_steps=0.08), Seeds(0))
+    assert fitting.starts == [0, 1, 5, 6]
+    with pytest.raises(UntrustedTrajectory, match="every segment has a step against the others"):
+        Segments(back, DynaFedSettings(segment=5, outlier_steps=4.0, opposing_steps=0.08), Seeds(0))
 
 
 def test_an_attacked_round_is_left_out_and_the_metrics_say_so(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def synthesize_from_trajectory(
         synthetic.save(figures.folder / "synthetic.safetensors")
         figures.finish(synthetic, quality, shares, trained)
     metrics: dict[str, Any] = {"inner_lr": synthetic.inner_lr, "matching_loss": loss}
-    if settings.outlier_steps:
+    if settings.outlier_steps or settings.opposing_steps:
         metrics["segments_left_out"] = segments.left_out
     if synthetic.inner_rates is not None:
         metrics |= {

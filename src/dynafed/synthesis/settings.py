@@ -67,6 +67,13 @@ class DynaFedSettings:
         "attackers",
         low=0,
     )
+    opposing_steps: float = setting(
+        0.0,
+        "leave out segments with a step whose mean cosine with the other steps is so far below 0 (0: none); 0.08 "
+        "against attackers",
+        low=0,
+        high=1,
+    )
     max_matching_loss: float = setting(
         0.0, "a synthesis that matches worse is not used, and another trajectory is recorded (0: any is used)", low=0
     )

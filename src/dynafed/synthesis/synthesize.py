@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,22 +184,16 @@ class Segments:
             )
         if stationary:
             log.warning("%d segments of the trajectory don't move and are left out", stationary)
-        wild = outlying_steps(checkpoints, config.outlier_steps) if config.outlier_steps else set()
-        fitting = [start for start in self.starts if not wild & {*range(start, start + config.segment)}]
+        wild = misfits(checkpoints, config)
+        fitting = [start for start in self.starts if not wild.keys() & {*range(start, start + config.segment)}]
         self.left_out = len(self.starts) - len(fitting)
-        """Segments with a step that is much longer than the others."""
+        """Segments with a step that doesn't fit the others."""
+        reasons = {why: [step + 1 for step in sorted(wild) if wild[step] == why] for why in wild.values()}
         if not fitting:
-            raise UntrustedTrajectory(
-                f"every segment has a step more than {config.outlier_steps:g} times as long as the median step"
-            )
+            raise UntrustedTrajectory(f"every segment has a step {' or '.join(reasons)}")
         if self.left_out:
-            steps = ", ".join(str(step + 1) for step in sorted(wild))
-            log.warning(
-                "%d segments of the trajectory are left out: step %s is more than %g times as long as the median step",
-                self.left_out,
-                steps,
-                config.outlier_steps,
-            )
+            said = "; ".join(f"step {', '.join(map(str, steps))} is {why}" for why, steps in reasons.items())
+            log.warning("%d segments of the trajectory are left out: %s", self.left_out, said)
         self.starts = fitting
 
     def draw(self, iteration: int) -> Segment:
@@ -241,13 +235,51 @@ class Segments:
         return sum(self.invariances.shares(difference).values()) < 1 - ROUNDING
 
 
+def misfits(checkpoints: Sequence[Tree], config: DynaFedSettings) -> dict[int, str]:
+    """The steps from a checkpoint to the next that don't fit the others, and why; 0 is the first."""
+    found: dict[int, str] = {}
+    if config.outlier_steps:
+        why = f"more than {config.outlier_steps:g} times as long as the median step"
+        found |= dict.fromkeys(outlying_steps(checkpoints, config.outlier_steps), why)
+    if config.opposing_steps:
+        why = f"against the others, with a mean cosine below -{config.opposing_steps:g}"
+        found |= dict.fromkeys(opposing_steps(checkpoints, config.opposing_steps), why)
+    return found
+
+
 def outlying_steps(checkpoints: Sequence[Tree], times: float) -> set[int]:
     """The steps from a checkpoint to the next that are more than `times` as long as the median; 0 is the first."""
-    lengths = [
-        tree.norm(tree.map_tensors(torch.sub, after, before)) for before, after in itertools.pairwise(checkpoints)
-    ]
+    lengths = [tree.norm(step) for step in _steps(checkpoints)]
     usual = statistics.median(lengths)
     return {step for step, length in enumerate(lengths) if not length <= times * usual}
+
+
+def opposing_steps(checkpoints: Sequence[Tree], cosine: float) -> set[int]:
+    """The steps whose mean cosine with all others is below -`cosine`, or isn't a number; 0 is the first."""
+    return {step for step, mean in enumerate(mean_cosines(checkpoints)) if not mean >= -cosine}
+
+
+def mean_cosines(checkpoints: Sequence[Tree]) -> list[float]:
+    """Of each step with all other steps that are finite; NaN if it isn't, 0 if it doesn't move."""
+    lengths = [tree.norm(step) for step in _steps(checkpoints)]
+    total: Tree = {}
+    for step, length in zip(_steps(checkpoints), lengths, strict=True):
+        if 0 < length < math.inf:
+            total = {name: total.get(name, 0) + change.double() / length for name, change in step.items()}
+    others = max(1, sum(0 < length < math.inf for length in lengths) - 1)
+    means = []
+    for step, length in zip(_steps(checkpoints), lengths, strict=True):
+        if 0 < length < math.inf:
+            along = sum(float((total[name] * change).sum()) for name, change in step.items()) / length
+            means.append((along - 1) / others)  # its cosine with itself is 1
+        else:
+            means.append(0.0 if length == 0 else math.nan)
+    return means
+
+
+def _steps(checkpoints: Sequence[Tree]) -> Iterator[Tree]:
+    for before, after in itertools.pairwise(checkpoints):
+        yield tree.map_tensors(torch.sub, after, before)
 
 
 class SynthesisState:

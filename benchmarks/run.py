@@ -22,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import growth, machine, rounds, startup, synthesis, table
+from bench import growth, machine, methods, rounds, startup, synthesis, table
 from bench.places import RESULTS, TABLE
 from bench.workloads import WORKLOADS, toy
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-SECTIONS = (*WORKLOADS, "s1", "growth", "startup")
+SECTIONS = (*WORKLOADS, "methods", "s1", "growth", "startup")
 DEFAULT = tuple(section for section in SECTIONS if section != "w3")
 REPEATS = 5
 
@@ -72,6 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         for name, workload in WORKLOADS.items()
     }
+    measures["methods"] = lambda: methods.measure(
+        toy(WORKLOADS["w1"]) if given.toy else WORKLOADS["w1"], given.repeats, environment
+    )
     small = {"widths": (8,), "images": 8, "steps": 3, "flatness": (2, 4)} if given.toy else {}
     axes = [growth.Axis(axis.name, axis.values[:2], axis.title) for axis in growth.AXES] if given.toy else growth.AXES
     measures["s1"] = lambda: synthesis.measure(given.repeats, environment, **small)

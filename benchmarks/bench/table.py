@@ -29,6 +29,7 @@ def render(folder: Path) -> str:
         if name in found:
             parts += [f"## {title}", machine(found[name]), *rounds(name, found[name])]
     for name, title, make in (
+        ("methods", "M: a round of each method, in multiples of FedAvg's, on W1's work", methods),
         ("s1", "S1: one synthesis iteration against the unrolled loop", synthesis),
         ("growth", "G: cost against size", growth),
         ("startup", "U: from the command to the first finished round", startup),
@@ -124,6 +125,19 @@ def target(
         return what, wanted, "-", "not measured"
     reached = value >= at_least if at_least is not None else value <= (at_most or 0)
     return what, wanted, number(value), "reached" if reached else "missed"
+
+
+def methods(found: Mapping[str, Any]) -> Iterable[str]:
+    """A row for each method or optimizer."""
+    times = found["times_fedavg"]
+    rows = [
+        (name, number(result["best"]), number(times.get(name)), number(result["median"]), number(result["loss"]))
+        for result in found["sides"]
+        for name in [result["variant"]]
+    ]
+    yield table(("method or optimizer", "s a round, best", "times FedAvg", "median", "loss"), rows)
+    if found["absent"]:
+        yield "Absent: " + "; ".join(f"{entry['side']} ({entry['reason']})" for entry in found["absent"])
 
 
 def synthesis(found: Mapping[str, Any]) -> Iterable[str]:

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynafed import kernels, optim
+from dynafed import kernels
 from dynafed.tracing import CALLS_BEFORE_FIRST
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def resolve(
     used = any(step.name == "dynafed" for step in methods.steps)
     synthesis = config.section("dynafed", DynaFedSettings) if used else None
     found = kernels.coverage(network)
-    fusable = (
-        found.mlp and methods.uses_fedavg_steps and config.optimizer in optim.ADAMS and config.loss == "cross_entropy"
-    )
+    fusable = found.mlp and methods.declares_steps and config.loss == "cross_entropy" and _has_head(network, methods)
     worth = _kernel_work(found, samples, synthesis_work(synthesis) if synthesis else 0) >= MIN_KERNEL_WORK
     wanted = (fusable or bool(found.channels)) and {"own": True, "torch": False, "auto": worth}[choice]
     accelerated = kernels.accelerate(network) if wanted else None
@@ -109,10 +107,11 @@ TrainEpoch = Callable[[Tensor, Tensor, np.ndarray, int], Tensor]
 """Takes samples, labels, the order in which they are seen and the size of a batch; returns each step's loss."""
 
 
-def fused_epoch(params: Sequence[Tensor], optimizer: optim.Optimizer) -> TrainEpoch:
-    """What trains these parameters in place, an epoch in one call; only where the plan says `fused_epochs`."""
-    return kernels.MLPTraining(params, optimizer)
+fused_epoch = kernels.MLPTraining
+"""What trains parameters in place, an epoch in one call; only where the plan says `fused_epochs`."""
 
+fused_gradient, fused_features = kernels.mean_gradient, kernels.features
+"""The gradient of some samples' mean loss, and what the last layer sees of them; in the same place."""
 
 known_weight_gradients = kernels.weight_gradients_known
 """A context in which our kernels leave the weights' own gradients at zero: only derivatives of them are wanted."""
@@ -144,6 +143,14 @@ def chunk_size(network: nn.Module, samples: int) -> int:
         return samples
     chunks = 2 * -(-samples // (2 * MAX_CHUNK))
     return -(-samples // chunks)
+
+
+def _has_head(network: nn.Module, methods: Composition) -> bool:
+    """Whether what methods take for features, if they do, is what the last layer sees."""
+    if not any(method.needs.features for method in methods.clients):
+        return True
+    head = getattr(network, "head", None)
+    return type(head) is nn.Linear and list(network.parameters())[-2] is head.weight
 
 
 def _kernel_work(found: kernels.Coverage, trained: int, synthesis: int) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dynafed import optim, tree
 from dynafed.engine.federation import ClientSide
-from dynafed.execution import TrainEpoch, fused_epoch
-from dynafed.methods import ClientContext, Method
+from dynafed.execution import TrainEpoch, fused_epoch, fused_features
+from dynafed.methods import AffineCorrection, ClientContext, Method
 from dynafed.optim import Optimizer, inference
 from dynafed.tracing import Function
 from dynafed.tree import Tree
@@ -30,9 +30,8 @@ class LocalSteps:
         cls, side: ClientSide, params: Tree, contexts: Mapping[str, ClientContext], optimizer: Optimizer
     ) -> TrainEpoch:
         """What trains a client's `params` in place: our kernel, where that does the same, or the methods' gradient."""
-        if side.execution.fused_epochs:
-            return fused_epoch([params[name] for name in side.problem.trainable], optimizer)
-        return cls(side, params, contexts, optimizer).epoch
+        steps = FusedSteps if side.execution.fused_epochs else cls
+        return steps(side, params, contexts, optimizer).epoch
 
     def __init__(
         self, side: ClientSide, params: Tree, contexts: Mapping[str, ClientContext], optimizer: Optimizer
@@ -109,6 +108,41 @@ class LocalSteps:
         }
         untraceable = {field.name: Untraceable() for field in dataclasses.fields(ClientContext)}
         return ClientContext(**untraceable | known | {part: {} for part in TREES} | parts)
+
+
+class FusedSteps:
+    """The same of methods that declare what they do, an epoch in one call of our kernel."""
+
+    def __init__(
+        self, side: ClientSide, params: Tree, contexts: Mapping[str, ClientContext], optimizer: Optimizer
+    ) -> None:
+        names = side.problem.trainable
+        active = [method for method in side.methods.clients if not method.uses_fedavg_steps()]
+        corrections = (method.affine_correction(contexts[method.name]) for method in active)
+        correction = sum(corrections, AffineCorrection())
+        self.loss, self.context = side.methods.loss, contexts[side.methods.loss.name]
+        fused = self.loss.fused_loss(self.context) if self.loss in active else None
+        if fused and fused.models:
+            held = (fused_features([model[name] for name in names], self.context.x) for model in fused.models)
+            fused = dataclasses.replace(fused, held=(*fused.held, *held))
+        self.samples = fused is not None and self.loss.overrides("sample_step")
+        reference, shift = (
+            [part[name] for name in names] if part else () for part in (correction.reference, correction.shift)
+        )
+        self.train = fused_epoch(
+            [params[name] for name in names],
+            optimizer,
+            scale=correction.scale,
+            reference=reference,
+            shift=shift,
+            loss=fused,
+        )
+
+    def epoch(self, x: Tensor, y: Tensor, order: np.ndarray, batch_size: int) -> Tensor:
+        """Take a step for each batch of the samples in this order; returns the losses before each."""
+        sizes = (min(batch_size, len(order) - start) for start in range(0, len(order), batch_size))
+        drawn = [self.loss.sample_step(size, self.context) for size in sizes] if self.samples else ()
+        return self.train(x, y, order, batch_size, drawn)
 
 
 class Untraceable:

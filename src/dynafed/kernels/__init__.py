@@ -14,10 +14,30 @@ from torch import nn
 from dynafed.kernels import structure
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
-from dynafed.kernels.mlp import MLPTraining
+from dynafed.kernels.mlp import (
+    FusedLoss,
+    MLPTraining,
+    contrast_loss,
+    features,
+    mean_gradient,
+    mixture_loss,
+    practice_loss,
+)
 from dynafed.kernels.ops import weight_gradients_known
 
-__all__ = ["Coverage", "MLPTraining", "accelerate", "coverage", "weight_gradients_known"]
+__all__ = [
+    "Coverage",
+    "FusedLoss",
+    "MLPTraining",
+    "accelerate",
+    "contrast_loss",
+    "coverage",
+    "features",
+    "mean_gradient",
+    "mixture_loss",
+    "practice_loss",
+    "weight_gradients_known",
+]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-// Training a fully connected ReLU network with Adam, an epoch in one call: at this size, starting twenty operations a step
-// takes as long as the arithmetic.
+// Training a fully connected ReLU network, an epoch in one call: at this size, starting twenty operations a step takes as
+// long as the arithmetic.
 //
 // Weights are (input, output). Every hidden layer's width is a multiple of a vector's lanes.
 
@@ -55,12 +55,22 @@ void product(const float *a, const float *b, Int rows, Int depth, Int width, con
         strip<transposed, 1>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
 }
 
-// Adam with decay as part of the gradient, or decoupled from it.
-struct Adam {
-    double rate, beta1, beta2, eps, decay;
-    bool decoupled;
-    Int step = 0;
-    float size, scale; // of this step
+// What is added to a gradient: scale * (p - reference) + shift. What isn't there is null.
+struct Affine {
+    double scale;
+    float *const *reference, *const *shift; // for each weight and bias
+};
+
+enum Kind : Int { SUM, SGD, MOMENTUM, ADAM, ADAMW };
+
+// The optimizer, with decay as part of the gradient or, in AdamW, decoupled from it. SUM is none: it adds up `rate` times
+// the gradient in `m`.
+struct Optimizer {
+    Kind kind;
+    double rate, beta1, beta2, eps, decay; // beta1 is momentum's, too
+    Int step;
+    Affine affine;
+    float size = 0, scale = 0; // of this step
 
     void next() {
         step++;
@@ -68,64 +78,116 @@ struct Adam {
         scale = 1 / std::sqrt(1 - std::pow(beta2, step));
     }
 
-    void apply(float *p, float *m, float *v, const float *g, Int count) const {
-        const float b1 = 1 - beta1, b2 = beta2, rest = 1 - beta2, tiny = eps;
+    // The compiler must know that nothing overlaps: else it checks each pair at run time, or gives up.
+    template <bool pulled, bool shifted>
+    void update(float *__restrict p, float *__restrict m, float *__restrict v, const float *__restrict g,
+                const float *__restrict reference, const float *__restrict shift, Int count) const {
+        const float a = affine.scale;
+        const bool decoupled = kind == ADAMW;
+        const float b1 = 1 - beta1, b2 = beta2, rest = 1 - beta2, tiny = eps, by = rate, keep = beta1;
         const float shrink = decoupled ? 1 - rate * decay : 1, pull = decoupled ? 0 : decay;
-        for (Int i = 0; i < count; i++) {
-            const float grad = g[i] + pull * p[i];
-            m[i] += (grad - m[i]) * b1;
-            v[i] = v[i] * b2 + rest * grad * grad;
-            p[i] = p[i] * shrink - size * m[i] / (std::sqrt(v[i]) * scale + tiny);
-        }
+        auto corrected = [=](float grad, float at, float from, float by) {
+            if (pulled) grad += a * (at - from);
+            if (shifted) grad += by;
+            return grad + pull * at;
+        };
+        if (kind == ADAM || kind == ADAMW)
+            for (Int i = 0; i < count; i++) {
+                const float grad = corrected(g[i], p[i], pulled ? reference[i] : 0, shifted ? shift[i] : 0);
+                m[i] += (grad - m[i]) * b1;
+                v[i] = v[i] * b2 + rest * grad * grad;
+                p[i] = p[i] * shrink - size * m[i] / (std::sqrt(v[i]) * scale + tiny);
+            }
+        else if (kind == MOMENTUM)
+            for (Int i = 0; i < count; i++) {
+                m[i] = keep * m[i] + corrected(g[i], p[i], pulled ? reference[i] : 0, shifted ? shift[i] : 0);
+                p[i] -= by * m[i];
+            }
+        else if (kind == SGD)
+            for (Int i = 0; i < count; i++) p[i] -= by * corrected(g[i], p[i], pulled ? reference[i] : 0, shifted ? shift[i] : 0);
+        else
+            for (Int i = 0; i < count; i++) m[i] += by * g[i];
+    }
+
+    // A part, from `at` on, of the tensor with this number.
+    void apply(Int tensor, Int at, float *p, float *m, float *v, const float *g, Int count) const {
+        const float *reference = affine.reference[tensor], *shift = affine.shift[tensor];
+        p += at, m += at, v += at;
+        if (reference) reference += at;
+        if (shift) shift += at;
+        if (reference && shift)
+            update<true, true>(p, m, v, g, reference, shift, count);
+        else if (reference)
+            update<true, false>(p, m, v, g, reference, shift, count);
+        else if (shift)
+            update<false, true>(p, m, v, g, reference, shift, count);
+        else
+            update<false, false>(p, m, v, g, reference, shift, count);
     }
 };
 
+// A layer's rows are those of a batch's samples, and behind them others that some losses need: derivatives of the
+// samples' rows in a direction, or samples that only the last layer sees.
 struct Layer {
-    Int in, out, padded; // the last layer's outputs, the classes, are filled up to whole vectors
+    Int number, in, out, padded; // the last layer's outputs, the classes, are filled up to whole vectors
     float *weight, *weight_m, *weight_v, *bias, *bias_m, *bias_v;
     std::vector<float> filled, filled_bias, result, delta, transposed, grad, bias_grad;
 
-    void forward(const float *x, Int batch, bool last) {
-        const float *w = weight, *b = bias;
-        result.resize(batch * padded);
-        delta.resize(batch * padded);
-        if (padded != out) {
-            filled.assign(in * padded, 0);
-            filled_bias.assign(padded, 0);
-            for (Int i = 0; i < in; i++) std::copy_n(weight + i * out, out, &filled[i * padded]);
-            std::copy_n(bias, out, &filled_bias[0]);
-            w = &filled[0], b = &filled_bias[0];
-        }
-        product<false>(x, w, batch, in, padded, b, &result[0]);
-        if (!last)
-            for (float &value : result) value = value > 0 ? value : 0;
+    // As the products take them.
+    const float *weights() const { return padded == out ? weight : &filled[0]; }
+    const float *biases() const { return padded == out ? bias : &filled_bias[0]; }
+
+    void fill() {
+        if (padded == out) return;
+        filled.assign(in * padded, 0);
+        filled_bias.assign(padded, 0);
+        for (Int i = 0; i < in; i++) std::copy_n(weight + i * out, out, &filled[i * padded]);
+        std::copy_n(bias, out, &filled_bias[0]);
     }
 
-    // The gradient by the input, where that input was positive.
-    void backward(const float *x, Int batch, float *dx) {
-        const float *w = padded == out ? weight : &filled[0];
+    void forward(const float *x, Int batch, bool last) {
+        fill();
+        product<false>(x, weights(), batch, in, padded, biases(), &result[0]);
+        if (!last)
+            for (Int i = 0; i < batch * padded; i++) result[i] = result[i] > 0 ? result[i] : 0;
+    }
+
+    // The derivatives of the result's rows in a direction, behind them: `x` has one for each row, or one for all.
+    void forward_slopes(const float *x, Int rows, Int batch, bool last) {
+        const Int size = batch * padded;
+        float *values = &result[0], *slopes = values + size;
+        product<false>(x, weights(), rows, in, padded, nullptr, slopes);
+        for (Int s = batch - 1; s >= rows; s--) std::copy_n(slopes, padded, slopes + s * padded);
+        if (!last)
+            for (Int i = 0; i < size; i++) slopes[i] = values[i] > 0 ? slopes[i] : 0;
+    }
+
+    // The gradient by the first rows of the input, where that input was positive.
+    void backward(const float *x, Int batch, Int rows, float *dx) {
+        const float *w = weights();
         transposed.resize(in * padded);
         for (Int start = 0; start < in; start += LANES) // in blocks, for the cache
             for (Int o = 0; o < padded; o++)
                 for (Int i = start; i < start + LANES; i++) transposed[o * in + i] = w[i * padded + o];
-        product<false>(&delta[0], &transposed[0], batch, padded, in, nullptr, dx);
-        for (Int i = 0; i < batch * in; i++) dx[i] = x[i] > 0 ? dx[i] : 0;
+        product<false>(&delta[0], &transposed[0], rows, padded, in, nullptr, dx);
+        for (Int at = 0; at < rows; at += batch, dx += batch * in)
+            for (Int i = 0; i < batch * in; i++) dx[i] = x[i] > 0 ? dx[i] : 0;
     }
 
-    // A few rows' gradients at a time: they are used up while they are in the cache.
-    void learn(const float *x, Int batch, const Adam &adam) {
+    // A few rows' gradients at a time: they are used up while they are in the cache. The bias has those of `biased` rows.
+    void learn(const float *x, Int rows, Int biased, const Optimizer &optimizer) {
         grad.resize(ROWS * padded);
         for (Int r = 0; r < in; r += ROWS) {
-            const Int rows = std::min(ROWS, in - r), at = r * out;
-            product<true>(x + r, &delta[0], rows, batch, padded, nullptr, &grad[0], in);
+            const Int some = std::min(ROWS, in - r);
+            product<true>(x + r, &delta[0], some, rows, padded, nullptr, &grad[0], in);
             if (padded != out)
-                for (Int i = 1; i < rows; i++) std::copy_n(&grad[i * padded], out, &grad[i * out]);
-            adam.apply(weight + at, weight_m + at, weight_v + at, &grad[0], rows * out);
+                for (Int i = 1; i < some; i++) std::copy_n(&grad[i * padded], out, &grad[i * out]);
+            optimizer.apply(2 * number, r * out, weight, weight_m, weight_v, &grad[0], some * out);
         }
         bias_grad.assign(out, 0);
-        for (Int s = 0; s < batch; s++)
+        for (Int s = 0; s < biased; s++)
             for (Int o = 0; o < out; o++) bias_grad[o] += delta[s * padded + o];
-        adam.apply(bias, bias_m, bias_v, &bias_grad[0], out);
+        optimizer.apply(2 * number + 1, 0, bias, bias_m, bias_v, &bias_grad[0], out);
     }
 };
 
@@ -145,37 +207,231 @@ float cross_entropy(Layer &last, const Int *y, Int batch) {
     return loss / batch;
 }
 
+// Their logarithms instead of logits.
+void log_softmax(float *logits, Int classes) {
+    const float top = *std::max_element(logits, logits + classes);
+    float sum = 0;
+    for (Int c = 0; c < classes; c++) sum += std::exp(logits[c] - top);
+    const float base = top + std::log(sum);
+    for (Int c = 0; c < classes; c++) logits[c] -= base;
+}
+
+float dot(const float *a, const float *b, Int count) {
+    V total{};
+    for (Int i = 0; i < count; i += LANES) total += load(a + i) * load(b + i);
+    float sum = 0;
+    for (Int i = 0; i < LANES; i++) sum += total[i];
+    return sum;
+}
+
+enum LossKind : Int { PLAIN, CONTRAST, MIXTURE, PRACTICE };
+
+// What is minimized instead of the mean cross-entropy; as in mlp.py.
+struct Loss {
+    Int kind;
+    double first, second;         // contrast: weight, temperature; mixture: ratio, Taylor's or not; practice: two weights
+    const float *const *held;     // contrast: features wanted and unwanted of all samples; practice: a generator
+    const void *const *drawn;     // of each step; mixture: a sample and its label's shares; practice: labels and noise
+    Int drawn_rows, noise, hidden; // of practice
+
+    // MOON's term, softplus((cos(z, unwanted) - cos(z, wanted)) / temperature), and its gradient.
+    float contrast(const float *z, float *dz, Int width, const Int *order, Int batch) const {
+        const float weight = first, temperature = second, tiny = 1e-8;
+        float loss = 0;
+        for (Int s = 0; s < batch; s++, z += width, dz += width) {
+            const float *wanted = held[0] + order[s] * width, *unwanted = held[1] + order[s] * width;
+            const float length = std::max(std::sqrt(dot(z, z, width)), tiny);
+            const float good = 1 / (length * std::max(std::sqrt(dot(wanted, wanted, width)), tiny));
+            const float bad = 1 / (length * std::max(std::sqrt(dot(unwanted, unwanted, width)), tiny));
+            const float gap = dot(z, unwanted, width) * bad - dot(z, wanted, width) * good, t = gap / temperature;
+            loss += std::max(t, 0.f) + std::log1p(std::exp(-std::abs(t)));
+            const float slope = weight / (batch * temperature * (1 + std::exp(-t))), own = gap / (length * length);
+            for (Int i = 0; i < width; i++)
+                dz[i] += z[i] > 0 ? slope * (unwanted[i] * bad - wanted[i] * good - own * z[i]) : 0;
+        }
+        return weight * loss / batch;
+    }
+
+    // FedMix's: labels that are mixed with shares of all classes, and the slope of the loss in a direction, of which the
+    // last layer's result has the logits' slopes behind them.
+    float mixture(Layer &last, const Int *y, Int batch, const float *shares) const {
+        const float ratio = first;
+        const Int classes = last.out, behind = batch * last.padded;
+        float loss = 0;
+        for (Int s = 0; s < batch; s++) {
+            float *logs = &last.result[s * last.padded], *delta = &last.delta[s * last.padded];
+            const float *slopes = logs + behind;
+            log_softmax(logs, classes);
+            float total = 0, own = 0, mean = 0;
+            for (Int c = 0; c < classes; c++) {
+                total += shares[c], own -= shares[c] * logs[c];
+                delta[c] = std::exp(logs[c]);
+                if (second) mean += delta[c] * slopes[c];
+            }
+            loss += ratio * own - (1 - ratio) * logs[y[s]] + (second ? ratio * (mean - slopes[y[s]]) : 0);
+            for (Int c = 0; c < classes; c++) {
+                const float p = delta[c], wrong = p - (c == y[s]);
+                delta[c] = ((1 - ratio) * wrong + ratio * (total * p - shares[c])) / batch;
+                if (second) {
+                    delta[c] += ratio * p * (slopes[c] - mean) / batch;
+                    delta[behind + c] = ratio * wrong / batch;
+                }
+            }
+            std::fill(delta + classes, delta + last.padded, 0.f);
+            if (second) std::fill(delta + behind + classes, delta + behind + last.padded, 0.f);
+        }
+        return loss / batch;
+    }
+
+    // FedGen's features for labels, one for each row of noise. The generator is (noise + classes, hidden), a batch norm,
+    // ReLU and (hidden, width).
+    void generate(const Int *labels, Int rows, const float *z, Int width, std::vector<float> &h, float *out) const {
+        const float *weight = held[0], *bias = held[1], *gamma = held[2], *beta = held[3];
+        h.resize(rows * hidden);
+        product<false>(z, weight, rows, noise, hidden, bias, &h[0]);
+        for (Int r = 0; r < rows; r++)
+            for (Int i = 0; i < hidden; i++) h[r * hidden + i] += weight[(noise + labels[r]) * hidden + i];
+        for (Int i = 0; i < hidden; i += LANES) {
+            V mean{}, spread{};
+            for (Int r = 0; r < rows; r++) mean += load(&h[r * hidden + i]);
+            mean /= float(rows);
+            for (Int r = 0; r < rows; r++) {
+                const V apart = load(&h[r * hidden + i]) - mean;
+                spread += apart * apart;
+            }
+            for (Int j = 0; j < LANES; j++) spread[j] = 1 / std::sqrt(spread[j] / rows + 1e-5f);
+            const V by = spread * load(gamma + i), from = load(beta + i);
+            for (Int r = 0; r < rows; r++) {
+                const V value = (load(&h[r * hidden + i]) - mean) * by + from;
+                store(&h[r * hidden + i], value > V{} ? value : V{});
+            }
+        }
+        product<false>(&h[0], held[4], rows, hidden, width, held[5], out);
+    }
+
+    // FedGen's: what the head makes of features generated for the samples' labels is wanted of the samples, too; and those
+    // generated for other labels, which lie behind the samples' own, shall be given these. `said` has the logits of all.
+    float practice(Layer &last, const Int *y, Int batch, const Int *labels, float *said) const {
+        const Int classes = last.out, padded = last.padded;
+        float wrong = 0, apart = 0, loss = cross_entropy(last, y, batch);
+        for (Int s = 0; s < batch; s++, said += padded) {
+            float *logs = &last.result[s * padded], *delta = &last.delta[s * padded];
+            log_softmax(logs, classes);
+            log_softmax(said, classes);
+            for (Int c = 0; c < classes; c++) {
+                const float wanted = std::exp(said[c]);
+                apart += wanted * (said[c] - logs[c]);
+                delta[c] += float(second) * (std::exp(logs[c]) - wanted) / batch;
+            }
+        }
+        for (Int s = 0; s < drawn_rows; s++, said += padded) {
+            float *delta = &last.delta[(batch + s) * padded];
+            log_softmax(said, classes);
+            wrong -= said[labels[s]];
+            for (Int c = 0; c < classes; c++)
+                delta[c] = float(first) * (std::exp(said[c]) - (c == labels[s])) / drawn_rows;
+            std::fill(delta + classes, delta + padded, 0.f);
+        }
+        return loss + float(first) * wrong / drawn_rows + float(second) * apart / batch;
+    }
+};
+
 } // namespace
+
+// What the last layer sees of samples. `tensors` has two a layer: weight and bias.
+extern "C" void mlp_features(const float *x, Int count, Int layers, const Int *sizes, float *const *tensors, float *out) {
+    const Int batch = 32, width = sizes[layers - 1];
+    std::vector<Layer> net(layers - 1);
+    for (Int l = 0; l < layers - 1; l++) {
+        net[l].in = sizes[l], net[l].out = net[l].padded = sizes[l + 1];
+        net[l].weight = tensors[2 * l], net[l].bias = tensors[2 * l + 1];
+        net[l].result.resize(batch * sizes[l + 1]);
+    }
+    for (Int at = 0; at < count; at += batch) {
+        const Int size = std::min(batch, count - at);
+        for (Int l = 0; l < layers - 1; l++)
+            net[l].forward(l ? &net[l - 1].result[0] : x + at * sizes[0], size, false);
+        std::copy_n(&net[layers - 2].result[0], size * width, out + at * width);
+    }
+}
 
 // `tensors` has six a layer: weight, its moments, bias, its moments.
 extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int count, Int batch, Int layers,
-                          const Int *sizes, float *const *tensors, Int done, double rate, double beta1, double beta2,
-                          double eps, double decay, Int decoupled, float *losses) {
+                          const Int *sizes, float *const *tensors, Int kind, Int done, double rate, double beta1,
+                          double beta2, double eps, double decay, double scale, float *const *reference,
+                          float *const *shift, const Loss *loss, float *losses) {
+    batch = std::min(batch, count);
+    const bool taylor = loss->kind == MIXTURE && loss->second;
+    const Int behind = taylor ? batch : loss->kind == PRACTICE ? loss->drawn_rows : 0;
     std::vector<Layer> net(layers);
     for (Int l = 0; l < layers; l++) {
         Layer &layer = net[l];
-        layer.in = sizes[l], layer.out = sizes[l + 1], layer.padded = (layer.out + LANES - 1) / LANES * LANES;
+        layer.number = l, layer.in = sizes[l], layer.out = sizes[l + 1];
+        layer.padded = (layer.out + LANES - 1) / LANES * LANES;
         float *const *own = tensors + 6 * l;
         layer.weight = own[0], layer.weight_m = own[1], layer.weight_v = own[2];
         layer.bias = own[3], layer.bias_m = own[4], layer.bias_v = own[5];
+        layer.result.resize((batch + behind) * layer.padded);
+        layer.delta.resize((batch + behind) * layer.padded);
     }
-    batch = std::min(batch, count);
-    Adam adam{rate, beta1, beta2, eps, decay, decoupled != 0, done};
-    std::vector<float> samples(batch * sizes[0]);
-    std::vector<Int> labels(batch);
+    Optimizer optimizer{Kind(kind), rate, beta1, beta2, eps, decay, done, {scale, reference, shift}};
+    Layer &last = net[layers - 1];
+    const Int inputs = sizes[0], width = last.in;
+    std::vector<float> samples((batch + 1) * inputs), hidden, generated, said;
+    std::vector<Int> labels(batch + behind);
+    const void *const *drawn = loss->drawn;
     for (Int at = 0; at < count; at += batch, order += batch) {
         const Int size = std::min(batch, count - at);
         for (Int s = 0; s < size; s++) {
-            std::copy_n(x + order[s] * sizes[0], sizes[0], &samples[s * sizes[0]]);
+            std::copy_n(x + order[s] * inputs, inputs, &samples[s * inputs]);
             labels[s] = y[order[s]];
         }
         auto input = [&](Int l) { return l ? &net[l - 1].result[0] : &samples[0]; };
-        for (Int l = 0; l < layers; l++) net[l].forward(input(l), size, l == layers - 1);
-        *losses++ = cross_entropy(net[layers - 1], &labels[0], size);
-        adam.next();
+        if (loss->kind == MIXTURE) {
+            const float ratio = loss->first, *other = (const float *)drawn[0];
+            for (Int s = 0; s < size; s++)
+                for (Int i = 0; i < inputs; i++) {
+                    float &value = samples[s * inputs + i];
+                    value = taylor ? (1 - ratio) * value : (1 - ratio) * value + ratio * other[i];
+                }
+            std::copy_n(other, inputs, &samples[size * inputs]);
+        }
+        for (Int l = 0; l < layers; l++) {
+            net[l].forward(input(l), size, l == layers - 1);
+            if (taylor) net[l].forward_slopes(input(l) + size * net[l].in, l ? size : 1, size, l == layers - 1);
+        }
+        if (loss->kind == MIXTURE) {
+            *losses++ = loss->mixture(last, &labels[0], size, (const float *)drawn[1]);
+            drawn += 2;
+        } else if (loss->kind == PRACTICE) {
+            const Int rows = size + loss->drawn_rows;
+            const Int *others = (const Int *)drawn[0];
+            std::copy_n(others, loss->drawn_rows, &labels[size]);
+            generated.resize(rows * width), said.resize(rows * last.padded);
+            loss->generate(&labels[0], rows, (const float *)drawn[1], width, hidden, &generated[0]);
+            product<false>(&generated[0], last.weights(), rows, width, last.padded, last.biases(), &said[0]);
+            std::copy_n(&generated[size * width], loss->drawn_rows * width, input(layers - 1) + size * width);
+            *losses++ = loss->practice(last, &labels[0], size, others, &said[0]);
+            drawn += 2;
+        } else
+            *losses++ = cross_entropy(last, &labels[0], size);
+        optimizer.next();
+        if (kind == SUM) optimizer.rate = rate * size / count;
         for (Int l = layers - 1; l >= 0; l--) {
-            if (l) net[l].backward(input(l), size, &net[l - 1].delta[0]);
-            net[l].learn(input(l), size, adam);
+            Layer &layer = net[l];
+            if (l) layer.backward(input(l), size, taylor ? 2 * size : size, &net[l - 1].delta[0]);
+            if (l == layers - 1 && loss->kind == CONTRAST)
+                losses[-1] += loss->contrast(input(l), &net[l - 1].delta[0], width, order, size);
+            Int rows = size, biased = size;
+            if (taylor && l) rows = 2 * size;
+            if (taylor && !l) { // there, all samples have the same direction
+                float *delta = &layer.delta[0], *sum = delta + size * layer.padded;
+                for (Int s = 1; s < size; s++)
+                    for (Int i = 0; i < layer.padded; i++) sum[i] += sum[s * layer.padded + i];
+                rows = size + 1;
+            }
+            if (l == layers - 1 && loss->kind == PRACTICE) rows = biased = size + loss->drawn_rows;
+            layer.learn(input(l), rows, biased, optimizer);
         }
     }
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dynafed.errors import UserError
 from dynafed.methods.base import (
     METHODS,
+    AffineCorrection,
     ClientContext,
     ClientOutput,
     ClientView,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "AffineCorrection",
     "ClientContext",
     "ClientOutput",
     "ClientView",
@@ -95,6 +97,11 @@ class Composition:
     def uses_fedavg_steps(self) -> bool:
         """Whether local training takes exactly the steps of FedAvg."""
         return all(method.uses_fedavg_steps() for method in self.clients)
+
+    @property
+    def declares_steps(self) -> bool:
+        """Whether local training takes FedAvg's steps or such that a kernel can know."""
+        return all(method.uses_fedavg_steps() or method.declares_steps() for method in self.clients)
 
     def extras_spec(self, problem: Problem) -> dict[str, Tree]:
         """The layout of what an update holds beside the model, by method."""

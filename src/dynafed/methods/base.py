@@ -7,19 +7,22 @@ server's state. So a method is stateless, runs on every backend, and every check
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dynafed.kernels import FusedLoss
 from dynafed.messages import Update
 from dynafed.problem import Problem
 from dynafed.registry import Registry
 from dynafed.tasks import CROSS_ENTROPY, Task
-from dynafed.tree import Tree
+from dynafed.tree import Tree, map_tensors
 
 if TYPE_CHECKING:
     from dynafed.config import Config
@@ -97,6 +100,34 @@ class ClientContext:
     """What `sample_step` returned for this step."""
     task: Task = CROSS_ENTROPY
     """The loss: `task.mean_loss(outputs, y)`."""
+    fused_gradient: Callable[[Tree], Tree] | None = None
+    """The gradient of the mean loss of all samples, at given parameters, by a kernel; None where steps take none."""
+
+
+@dataclass(frozen=True)
+class AffineCorrection:
+    """What is added to a gradient at the parameters w: scale * (w - reference) + shift. An empty tree is left out."""
+
+    scale: float = 0.0
+    reference: Tree = field(default_factory=dict)
+    shift: Tree = field(default_factory=dict)
+
+    def __call__(self, grads: Tree, params: Tree) -> Tree:
+        """The corrected gradients."""
+        if self.reference and (scale := self.scale):
+            grads = map_tensors(lambda grad, w, start: grad + scale * (w - start), grads, params, self.reference)
+        return map_tensors(torch.add, grads, self.shift) if self.shift else grads
+
+    def __add__(self, other: AffineCorrection) -> AffineCorrection:
+        """Both, one after the other."""
+        scale = sum(each.scale for each in (self, other) if each.reference)
+        shifts = [each.shift for each in (self, other) if each.shift]
+        own, second = self.reference, other.reference
+        if own and any(second[name] is not tensor for name, tensor in own.items() if second):
+            # Around one reference: w - w_second = (w - w_own) + (w_own - w_second).
+            shifts.append({name: other.scale * (own[name] - second[name]) for name in own})
+        shift = map_tensors(lambda *each: functools.reduce(torch.add, each), *shifts) if shifts else {}
+        return AffineCorrection(scale, own or second, shift)
 
 
 @dataclass(frozen=True)
@@ -241,9 +272,17 @@ class Method:
         """The loss of one batch, a function of tensors only."""
         return client.task.mean_loss(client.forward(params, x), y)
 
+    def affine_correction(self, client: ClientContext) -> AffineCorrection:
+        """Returns what is added to every gradient, if it has this form. Called after `prepare`."""
+        return AffineCorrection()
+
     def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
         """Returns the gradients by which one step is taken. Corrections of several methods are applied in turn."""
-        return grads
+        return self.affine_correction(client)(grads, params)
+
+    def fused_loss(self, client: ClientContext) -> FusedLoss | None:
+        """Returns `loss` as our kernels know it; None if it is the plain one. Called after `prepare`."""
+        return None
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Returns what to keep and what to send. Called after the last step."""
@@ -280,7 +319,23 @@ class Method:
     def uses_fedavg_steps(self) -> bool:
         """Whether local training takes exactly the steps of FedAvg."""
         off = self.zero_means_fedavg and not any(getattr(self.settings, name) for name in self.zero_means_fedavg)
-        return bool(off) or not self.overrides("sample_step", "loss", "correct_gradients")
+        return bool(off) or not (self.changes_loss() or self.corrects_gradients())
+
+    @classmethod
+    def declares_steps(cls) -> bool:
+        """Whether what it does to steps is told by `affine_correction` and `fused_loss`, so that a kernel can do it.
+
+        A subclass that overrides what these stand for must override them, too.
+        """
+        return cls._stands_for("affine_correction", "correct_gradients") and cls._stands_for(
+            "fused_loss", "loss", "sample_step"
+        )
+
+    @classmethod
+    def _stands_for(cls, declared: str, *functions: str) -> bool:
+        """Whether a declaration is as new as the functions that it stands for, in the order of inheritance."""
+        newest = next(kind for kind in cls.__mro__ if not {declared, *functions}.isdisjoint(vars(kind)))
+        return declared in vars(newest)
 
     @classmethod
     def overrides(cls, *functions: str) -> bool:
@@ -300,7 +355,7 @@ class Method:
     @classmethod
     def corrects_gradients(cls) -> bool:
         """Whether it corrects gradients; corrections of several methods chain."""
-        return cls.overrides("correct_gradients")
+        return cls.overrides("correct_gradients", "affine_correction")
 
 
 METHODS: Registry[type[Method]] = Registry("method", {})

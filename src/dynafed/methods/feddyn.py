@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
+from dynafed.methods.base import (
+    AffineCorrection,
+    ClientContext,
+    ClientOutput,
+    Method,
+    Needs,
+    ServerContext,
+    ServerOutput,
+)
 from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors, only
@@ -51,26 +59,19 @@ class FedDyn(Method):
         )
 
     def prepare(self, client: ClientContext) -> Tree:
-        """The client's last gradient g_i, zero at first."""
-        return client.state or map_tensors(torch.zeros_like, client.global_params)
+        """The client's last gradient with the sign that the correction has, -g_i; zero at first."""
+        return map_tensors(torch.neg, client.state or map_tensors(torch.zeros_like, client.global_params))
 
-    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
-        """Add the gradient of both terms."""
-        alpha = self.settings.alpha
-        return map_tensors(
-            lambda grad, w, start, last: grad + alpha * (w - start) - last,
-            grads,
-            params,
-            client.global_params,
-            client.prepared,
-        )
+    def affine_correction(self, client: ClientContext) -> AffineCorrection:
+        """The gradient of both terms."""
+        return AffineCorrection(self.settings.alpha, client.global_params, client.prepared)
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """At the optimum of the bent loss, the data's own gradient is g_i - alpha * (w_i - w_global)."""
         alpha = self.settings.alpha
         return ClientOutput(
             state=map_tensors(
-                lambda last, w, start: last - alpha * (w - start), client.prepared, params, client.global_params
+                lambda turned, w, start: -turned - alpha * (w - start), client.prepared, params, client.global_params
             )
         )
 

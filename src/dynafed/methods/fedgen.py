@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynafed import optim
 from dynafed.generator import all_heads, draw_inputs, fresh, generate, generator_loss
+from dynafed.kernels import FusedLoss, practice_loss
 from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
 from dynafed.settings import setting
@@ -73,6 +74,14 @@ class FedGen(Method):
         taught = F.cross_entropy(generated[len(y) :], drawn["labels"])
         agreement = F.kl_div(logits.log_softmax(1), agreed, reduction="batchmean")
         return F.cross_entropy(logits, y) + drawn["fading"] * (chosen.alpha * taught + chosen.beta * agreement)
+
+    def fused_loss(self, client: ClientContext) -> FusedLoss | None:
+        """The same."""
+        chosen, rounds = self.settings, int(client.extras["seen/rounds"])
+        if not rounds:
+            return None
+        net, fading = unnest(client.extras)["net"], chosen.decay**rounds
+        return practice_loss(net, fading * chosen.alpha, fading * chosen.beta, chosen.client_batch, chosen.noise)
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Say how many samples of each label there are."""

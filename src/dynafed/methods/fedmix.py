@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed.errors import UserError
+from dynafed.kernels import FusedLoss, mixture_loss
 from dynafed.methods.base import ClientContext, ClientView, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
 from dynafed.settings import setting
@@ -104,3 +105,8 @@ class FedMix(Method):
             (slope,) = torch.autograd.grad(own, mixed, create_graph=True)
             loss = loss + ratio * (slope * x_mean).sum()
         return loss
+
+    def fused_loss(self, client: ClientContext) -> FusedLoss:
+        """The mixed loss."""
+        inputs, classes = client.x[0].numel(), client.extras["y"].shape[1]
+        return mixture_loss(self.settings.ratio, self.settings.mix == "taylor", inputs, classes)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynafed.methods.base import ClientContext, Method
+from dynafed.methods.base import AffineCorrection, ClientContext, Method
 from dynafed.settings import setting
-from dynafed.tree import Tree, map_tensors
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class FedProx(Method):
     settings: FedProxSettings
     zero_means_fedavg = ("mu",)
 
-    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
-        """Add the gradient of the proximal term."""
-        mu = self.settings.mu
-        return map_tensors(lambda grad, w, start: grad + mu * (w - start), grads, params, client.global_params)
+    def affine_correction(self, client: ClientContext) -> AffineCorrection:
+        """The gradient of the proximal term."""
+        return AffineCorrection(self.settings.mu, client.global_params)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dynafed.kernels import FusedLoss, contrast_loss
 from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs
 from dynafed.settings import setting
 from dynafed.tree import Tree
@@ -53,6 +54,12 @@ class Moon(Method):
         gap = F.cosine_similarity(features, unwanted) - F.cosine_similarity(features, wanted)
         contrast = F.softplus(gap / self.settings.temperature).mean()
         return client.task.mean_loss(client.head(params, features), y) + self.settings.mu * contrast
+
+    def fused_loss(self, client: ClientContext) -> FusedLoss | None:
+        """The same, with the other models' features of all samples: they don't change from step to step."""
+        if not client.state:
+            return None
+        return contrast_loss(client.global_params, client.state, self.settings.mu, self.settings.temperature)
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Remember the model for the next time."""

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
+from dynafed.methods.base import (
+    AffineCorrection,
+    ClientContext,
+    ClientOutput,
+    Method,
+    Needs,
+    ServerContext,
+    ServerOutput,
+)
 from dynafed.problem import Problem
 from dynafed.settings import setting
 from dynafed.tree import Tree, map_tensors, only
@@ -73,14 +81,15 @@ class Scaffold(Method):
         """The correction c - c_i, the same in every step."""
         return map_tensors(torch.sub, client.extras, self._own(client))
 
-    def correct_gradients(self, grads: Tree, params: Tree, client: ClientContext) -> Tree:
-        """Correct the gradient."""
-        return map_tensors(torch.add, grads, client.prepared)
+    def affine_correction(self, client: ClientContext) -> AffineCorrection:
+        """c - c_i."""
+        return AffineCorrection(shift=client.prepared)
 
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """Remember the new c_i, and send its change."""
         if self.option == "I":
-            new = _gradient(client)
+            at_global = client.fused_gradient
+            new = at_global(client.global_params) if at_global else _gradient(client)
         else:
             span = client.steps * client.lr
             new = map_tensors(

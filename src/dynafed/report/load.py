@@ -200,7 +200,7 @@ def load_run(path: Path) -> Run:
 def describe_attack(config: Mapping[str, Any]) -> str:
     """Who attacks in a run, in words, from its flat config; nothing if nobody does."""
     kind, share = config.get("attack.kind", "none"), config.get("attack.share", 0.2)
-    if not is_number(share) or not name_attack(kind, share):
+    if not name_attack(kind, share):
         return ""
     rounds = config.get("attack.rounds")
     when = f"rounds {rounds[0]} to {rounds[1]}" if isinstance(rounds, list) and len(rounds) == 2 else "every round"
@@ -209,7 +209,7 @@ def describe_attack(config: Mapping[str, Any]) -> str:
 
 def name_attack(kind: str, share: float) -> str:
     """An attack in a table's cell; nothing if there is none."""
-    return f"{kind} {100 * share:.3g} %" if kind != "none" and share else ""
+    return f"{kind} {100 * share:.3g} %" if kind != "none" and share and is_number(share) else ""
 
 
 def read_partition(folder: Path) -> Partition | None:

@@ -1,6 +1,6 @@
 """Measure dynafed against others on the same work.
 
-    python benchmarks/run.py                                    everything but the slow w3
+    python benchmarks/run.py                                    everything but the slow w3 and scale
     python benchmarks/run.py w1 s1 --repeats 7
     python benchmarks/run.py w2 --peers fedjax,flower
     python benchmarks/run.py w3 --per-round 4                   an eighth of the round; its table says so
@@ -22,13 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import growth, machine, methods, rounds, startup, synthesis, table
+from bench import growth, machine, methods, rounds, scale, startup, synthesis, table
 from bench.places import RESULTS, TABLE
 from bench.workloads import WORKLOADS, toy
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-SECTIONS = (*WORKLOADS, "methods", "s1", "growth", "startup")
-DEFAULT = tuple(section for section in SECTIONS if section != "w3")
+SECTIONS = (*WORKLOADS, "methods", "s1", "growth", "scale", "startup")
+DEFAULT = tuple(section for section in SECTIONS if section not in ("w3", "scale"))
 REPEATS = 5
 
 
@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     axes = [growth.Axis(axis.name, axis.values[:2], axis.title) for axis in growth.AXES] if given.toy else growth.AXES
     measures["s1"] = lambda: synthesis.measure(given.repeats, environment, **small)
     measures["growth"] = lambda: growth.measure(given.repeats, environment, axes)
+    few = {"clients": 200, "per_round": 10, "rounds": 10} if given.toy else {}
+    measures["scale"] = lambda: scale.measure(environment, **few)
     measures["startup"] = lambda: startup.measure(given.repeats, environment)
     for section in given.sections:
         if section == "table":

@@ -32,6 +32,7 @@ def render(folder: Path) -> str:
         ("methods", "M: a round of each method, in multiples of FedAvg's, on W1's work", methods),
         ("s1", "S1: one synthesis iteration against the unrolled loop", synthesis),
         ("growth", "G: cost against size", growth),
+        ("scale", "C: a million clients", scale),
         ("startup", "U: from the command to the first finished round", startup),
     ):
         if name in found:
@@ -205,6 +206,29 @@ def growth(found: Mapping[str, Any]) -> Iterable[str]:
     yield "Memory is that of all processes together, data and Python included; shared pages are counted once."
     yield table(("what grows", "values", "s a round", "exponent", "MB", "exponent", "absent"), rows)
     yield "![cost against size](results/growth.png)"
+
+
+def scale(found: Mapping[str, Any]) -> Iterable[str]:
+    """The run in pieces, and the targets."""
+    points = found["points"]
+    yield (
+        f"{found['clients']:,} clients, {found['per_round']:,} a round, {found['rounds']} rounds; "
+        "memory of all processes together, what they share counted once."
+    )
+    yield table(
+        ("round", "s a round, median", "MB"),
+        [(str(one["round"]), number(one["seconds_a_round"]), number(one["memory_mb"])) for one in points],
+    )
+    first, last = points[0], points[-1]
+    goals = [
+        target("seconds to the first round", found["seconds_to_first_round"], at_most=10),
+        target("MB, at most", max(one["memory_mb"] for one in points), at_most=3072),
+        target("memory at the end over that after a tenth", last["memory_mb"] / first["memory_mb"], at_most=1.1),
+        target(
+            "a round at the end over one at the start", last["seconds_a_round"] / first["seconds_a_round"], at_most=1.1
+        ),
+    ]
+    yield table(("target", "wanted", "measured", ""), goals)
 
 
 def startup(found: Mapping[str, Any]) -> Iterable[str]:

@@ -72,12 +72,23 @@ def describe(config: Config, schema: Schema) -> dict[str, Any]:
     }
 
 
-def load(folder: str | Path, *, model: models.Factory | None = None, loss: LossFunction | None = None) -> Predictor:
+def load(
+    folder: str | Path,
+    *,
+    model: models.Factory | None = None,
+    loss: LossFunction | None = None,
+    trust: bool = False,
+) -> Predictor:
     """The trained network of a run's folder: `dynafed.load("runs/mine").predict(x)` takes raw samples.
 
-    A network that was given in Python must be given again as `model`; so must a loss, for `evaluate` alone.
+    A network that was given in Python must be given again as `model`; so must a loss, for `evaluate` alone. A folder
+    whose network or loss is named as `package.module:Name` is refused unless `trust` is True.
     """
+    from dynafed.engine.files import check_links
+    from dynafed.engine.trust import check_places
+
     folder = Path(folder)
+    check_links(folder)
     for name in (DESCRIPTION, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}: only a finished run has one (dynafed resume {folder})")
@@ -90,6 +101,8 @@ def load(folder: str | Path, *, model: models.Factory | None = None, loss: LossF
             | {"dtype": getattr(torch, named["dtype"])}
         )
         keys = {f"{told['section']}.{key}": value for key, value in told["settings"].items()}
+        named = {"model": told["model"] if model is None else "", "loss": told["loss"] if loss is None else ""}
+        check_places(named, folder / DESCRIPTION, trust)
     except UserError:
         raise
     except Exception as error:  # a damaged file can fail in every way

@@ -54,7 +54,8 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "name", ["clients", "checkpoint", ".lock", "metrics.jsonl", "synthesis.jsonl", "summary.json", "clients/00"]
+    "name",
+    ["clients", "checkpoint", "samples", ".lock", "metrics.jsonl", "synthesis.jsonl", "summary.json", "clients/00"],
 )
 def test_links_are_refused_before_anything_is_written(name: str, foreign: Path, victim: Path) -> None:
     link = foreign / name
@@ -65,6 +66,16 @@ def test_links_are_refused_before_anything_is_written(name: str, foreign: Path, 
         dynafed.resume(foreign, **DATA)
     with pytest.raises(UserError, match="is a link"):
         write_report([foreign])
+
+
+def test_what_a_killed_process_wrote_aside_goes(foreign: Path) -> None:
+    left = [foreign / ".config.toml.4711", foreign / ".report.html.1", foreign / "samples" / ".000.png.12"]
+    (foreign / "checkpoint" / ".round-000006").mkdir()
+    for file in (*left, foreign / "checkpoint" / ".round-000006" / "state.json", foreign / ".mine"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("half")
+    dynafed.resume(foreign, **DATA)
+    assert {path.name for path in foreign.rglob(".*")} == {".lock", ".mine"}
 
 
 def test_a_report_and_a_temporary_file_replace_a_link(foreign: Path, victim: Path) -> None:
@@ -108,6 +119,7 @@ def test_what_lies_in_a_checkpoint_s_place_is_no_obstacle(kind: str, foreign: Pa
     "changes",
     [
         {"model": "evil_module:make"},
+        {"loss": "evil_module:loss"},
         {"method": "fedavg+evil_module:Step"},
         {"callbacks": ["evil_module:Spy"]},
         {"engine": "evil_module:Backend"},
@@ -126,10 +138,17 @@ def test_nothing_that_a_folder_names_is_imported_unasked(
     file = foreign / "config.toml"
     file.write_text(tomli_w.dumps(Config.load(file).to_dict() | changes))
     (place,) = imported_places(changes)
-    assert main(["resume", str(foreign)]) == 2
-    said = capsys.readouterr().err
-    assert f"would import and run {place}" in said
-    assert "add --trust" in said
+    told = json.loads((foreign / "model.json").read_text())
+    (foreign / "model.json").write_text(
+        json.dumps(told | {key: value for key, value in changes.items() if key in told})
+    )
+    trajectory = ["--trajectory", str(foreign), "--out", str(tmp_path / "s")]
+    samples = ["predict", str(foreign), str(tmp_path / "x.npz")]
+    for words in (["resume", str(foreign)], ["audit", str(foreign)], ["synthesize", *trajectory], samples):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert f"would import and run {place}" in said
+        assert "add --trust" in said
     write_report([foreign])
     assert not (tmp_path / "executed").exists()
 

@@ -32,13 +32,14 @@ class Audit:
     """As in audit.json."""
 
 
-def audit(path: str | Path, *, shadows: int = 4, canaries: int = 10) -> Audit:
+def audit(path: str | Path, *, shadows: int = 4, canaries: int = 10, trust: bool = False) -> Audit:
     """Test what a run gives away, and leave `audit.html` and `audit.json` in its folder.
 
     `shadows` runs are made for the membership test, and one more with canaries; each takes as long as the run itself
-    (0: none). The data must come from the run's config. Nothing of the run changes.
+    (0: none). The data must come from the run's config. Nothing of the run changes. A folder whose config names parts
+    such as `package.module:Name` is refused unless `trust` is True.
     """
-    subject = load_subject(path)
+    subject = load_subject(path, trust)
     findings = [check_neighbors(subject), check_membership(subject, shadows)]
     findings += [check_ownership(subject), check_inversion(subject)]
     if canaries:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dynafed import data, tree
 from dynafed.callbacks import Record
-from dynafed.config import Config
 from dynafed.data.federated import SplitDataset
 from dynafed.engine import checkpoint
 from dynafed.engine.checkpoint import RunState
@@ -23,6 +22,7 @@ from dynafed.engine.federation import Federation, sample_clients
 from dynafed.engine.processes import ProcessBackend
 from dynafed.engine.run import one_round
 from dynafed.engine.server import server_broadcast, server_update
+from dynafed.engine.trust import load_run_config
 from dynafed.errors import UserError
 from dynafed.methods import ServerRuntime
 from dynafed.secure_aggregation import invite
@@ -88,12 +88,10 @@ class Subject:
         return F.cross_entropy(logits, y, reduction="none").double().cpu().numpy()
 
 
-def load_subject(path: str | Path) -> Subject:
+def load_subject(path: str | Path, trust: bool = False) -> Subject:
     """A run by its folder; its data must come from its config."""
     path = Path(path)
-    if not (path / "config.toml").is_file():
-        raise UserError(f"{path} holds no run: it has no config.toml")
-    federation = Federation.create(Config.load(path / "config.toml").replace(workers=1, watch=[]))
+    federation = Federation.create(load_run_config(path, trust).replace(workers=1, watch=[]))
     if not isinstance(federation.data, SplitDataset):
         raise UserError(
             f"{path} can't be audited: its clients bring their own data, and the audit needs a whole dataset"

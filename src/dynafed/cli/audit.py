@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from dynafed.cli.common import Commands, add_command, err, out
+from dynafed.cli.common import Commands, add_command, add_trust_argument, err, out
 
 
 def register(commands: Commands) -> None:
@@ -14,6 +14,7 @@ def register(commands: Commands) -> None:
     command.add_argument("path", metavar="DIR")
     command.add_argument("--shadows", type=int, default=4, metavar="N", help="shadow runs for the membership test")
     command.add_argument("--canaries", type=int, default=10, metavar="N", help="marked samples in a run of their own")
+    add_trust_argument(command)
     command.add_argument("--json", action="store_true")
 
 
@@ -22,7 +23,7 @@ def _audit(args: argparse.Namespace) -> None:
     from dynafed.terminal import ProgressBar
 
     with ProgressBar("audit", err):
-        done = audit(args.path, shadows=args.shadows, canaries=args.canaries)
+        done = audit(args.path, shadows=args.shadows, canaries=args.canaries, trust=args.trust)
     if args.json:
         print(json.dumps(done.numbers))
         return

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from dynafed.cli.common import Commands, add_command
+from dynafed.cli.common import Commands, add_command, add_trust_argument
 
 
 def register(commands: Commands) -> None:
@@ -19,18 +19,19 @@ def register(commands: Commands) -> None:
         "file", metavar="FILE", type=Path, help=".csv, .parquet, .npz (array x), or a folder of images by class"
     )
     form.add_argument("-o", dest="out", metavar="CSV", type=Path, help="write a CSV file instead of printing")
+    add_trust_argument(form)
     form.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _predict(args: argparse.Namespace) -> None:
-    from dynafed.config import Config
     from dynafed.data.files import samples_only
     from dynafed.data.images import read_image_folder
     from dynafed.data.settings import DataSettings
+    from dynafed.engine.trust import load_run_config
     from dynafed.predictor import load
 
-    predictor = load(args.run)
-    columns = Config.load(args.run / "config.toml").section("data", DataSettings).columns
+    predictor = load(args.run, trust=args.trust)
+    columns = load_run_config(args.run, args.trust).section("data", DataSettings).columns
     x = read_image_folder(args.file)[0] if args.file.is_dir() else samples_only(args.file, columns)
     found = predictor.predict(x).tolist()
     if args.json:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dynafed.cli.common import Commands, add_command, add_override_argument, out, progress_bar
+from dynafed.cli.common import Commands, add_command, add_override_argument, add_trust_argument, out, progress_bar
 from dynafed.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def register(commands: Commands) -> None:
     alone.add_argument("--out", required=True, metavar="FILE", type=Path, help="synthetic.safetensors")
     alone.add_argument("--seed", type=int, default=0)
     add_override_argument(alone, "such as dynafed.samples=150, mlp.width=64")
+    add_trust_argument(alone)
     alone.add_argument("--json", action="store_true")
     alone.add_argument("-v", "--verbose", action="store_true")
 
@@ -97,11 +98,15 @@ def _network(args: argparse.Namespace) -> tuple[Config, tuple[int, ...], int]:
     """The config that names the network, the shape of a sample and the number of classes."""
     from dynafed.config import Config, parse_override
     from dynafed.data.spec import get_spec
+    from dynafed.engine.trust import load_run_config
     from dynafed.report.load import read_partition
 
     run = args.trajectory / "config.toml"
     changes = dict(parse_override(text) for text in args.set) | ({"model": args.model} if args.model else {})
-    config = Config.load(run if run.is_file() else None, changes)
+    if run.is_file():
+        config = load_run_config(args.trajectory, args.trust).replace(**changes)
+    else:
+        config = Config.load(None, changes)
     shape, classes = _parse_shape(args.shape) if args.shape else None, args.classes
     if run.is_file():
         spec, partition = get_spec(config.dataset), read_partition(args.trajectory)

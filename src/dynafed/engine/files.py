@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import time
@@ -51,6 +52,8 @@ def lock_folder(folder: Path, patience: float = 3.0, name: str = ".lock") -> Ite
                         f"{folder} is being written to by another process: wait for it, or end it"
                     ) from None
                 time.sleep(0.05)
+        if fcntl is not None:
+            _remove_leftovers(folder)
         yield
 
 
@@ -73,7 +76,10 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-LINKLESS = ("checkpoint", "clients", "shared")
+SAMPLES = "samples"
+"""In a run's folder: synthetic samples, a picture each."""
+
+LINKLESS = ("checkpoint", "clients", "shared", SAMPLES)
 """Folders of a run in which everything is looked at; of the others only what lies in the run's folder itself."""
 
 SUFFIXES = (".toml", ".json", ".jsonl", ".safetensors", ".html", ".lock")
@@ -114,6 +120,15 @@ def _check_plain(entry: os.DirEntry[str]) -> None:
 def _open(path: Path, flags: int) -> int:
     """A file's descriptor; not that of a link's target."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process had written aside; the folder's lock is ours, so nobody else is writing."""
+    asides = [*folder.glob(".*"), *(folder / SAMPLES).glob(".*")]
+    for aside in (path for path in asides if re.fullmatch(r"\..+\.\d+", path.name)):
+        remove(aside)
+    for aside in (folder / "checkpoint").glob(".round-*"):
+        remove(aside)
 
 
 @contextmanager

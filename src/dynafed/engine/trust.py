@@ -11,7 +11,7 @@ from dynafed.config import Config, parse_toml
 from dynafed.engine.files import check_links
 from dynafed.errors import UserError
 
-PARTS = ("method", "model", "dataset", "partition", "engine", "callbacks", "update_transforms")
+PARTS = ("method", "model", "loss", "dataset", "partition", "engine", "callbacks", "update_transforms")
 """Keys that name parts, which are imported if the name is a place such as package.module:Name."""
 
 
@@ -25,6 +25,12 @@ def load_run_config(folder: Path, trust: bool | Config = False) -> Config:
     if not file.is_file():
         raise UserError(f"{folder} holds no run: it has no config.toml")
     values = parse_toml(file.read_bytes(), file)
+    check_places(values, file, trust)
+    return Config.from_dict(values)
+
+
+def check_places(values: Mapping[str, Any], file: Path, trust: bool | Config = False) -> None:
+    """Refuse what `file` says about a run's parts if these would be imported unasked."""
     known = set(imported_places(trust.to_dict())) if isinstance(trust, Config) else set()
     unknown = [place for place in imported_places(values) if place not in known]
     if unknown and trust is not True:
@@ -32,7 +38,6 @@ def load_run_config(folder: Path, trust: bool | Config = False) -> Config:
             f"{file} would import and run {', '.join(unknown)}: "
             "if you trust whoever made it, add --trust (in Python: trust=True)"
         )
-    return Config.from_dict(values)
 
 
 def resume_command(folder: Path) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from dynafed.engine.files import SAMPLES_NOW, append_line, to_line, write_bytes
+from dynafed.engine.files import SAMPLES, SAMPLES_NOW, append_line, to_line, write_bytes
 from dynafed.synthesis.synthetic import SyntheticData
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class SynthesisFigures:
         snapshots = sorted(self.folder.glob("synthetic-*.png"))
         singles = []
         for number in range(min(SHOWN, len(synthetic.x))):
-            file = self.folder / "samples" / f"{number:03d}.png"
+            file = self.folder / SAMPLES / f"{number:03d}.png"
             write_png(file, synthetic.x[number : number + 1], columns=1)
             probabilities, classes = synthetic.labels[number].topk(2)
             label = ", ".join(f"{int(c)}: {float(p):.0%}" for p, c in zip(probabilities, classes, strict=True))

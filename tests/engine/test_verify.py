@@ -15,6 +15,7 @@ from problems import TEST, TRAIN, run_tiny
 import dynafed
 from dynafed import UserError, tree
 from dynafed.cli import main
+from dynafed.engine.checkpoint import changed_keys
 from dynafed.engine.verify import find_changes
 from dynafed.synthesis.figures import SynthesisFigures
 from dynafed.synthesis.synthetic import SyntheticData
@@ -90,7 +91,7 @@ def test_what_was_touched_is_named(name: str, copy: Path, capsys: pytest.Capture
         ("lr = 0.001", "lr = 0.1", "lr"),
         ('optimizer = "adam"', 'optimizer = "sgd"', "optimizer"),
         ('"scaffold+dynafed"', '"fedavg+dynafed"', "method"),
-        ("finetune_steps = ", "finetune_steps = 1", "dynafed"),
+        ("finetune_steps = ", "finetune_steps = 1", "dynafed.finetune_steps"),
     ],
 )
 def test_an_edited_config_is_not_resumed(before: str, after: str, key: str, copy: Path) -> None:
@@ -98,6 +99,15 @@ def test_an_edited_config_is_not_resumed(before: str, after: str, key: str, copy
     edit(copy / "config.toml", "rounds = 6", "rounds = 8")
     with pytest.raises(UserError, match=f"config.toml: {key} is .*and the checkpoint was made with"):
         dynafed.resume(copy, **DATA)
+
+
+def test_keys_of_a_later_version_are_no_change() -> None:
+    before = {"lr": 0.1, "dynafed": {"samples": 10}}
+    assert changed_keys(before, {"lr": 0.1, "dynafed": {"samples": 10, "new": 1}, "new": 2}) == []
+    assert changed_keys(before, {"lr": 0.1, "dynafed": {"samples": 11}}) == [
+        "dynafed.samples is 11, and the checkpoint was made with 10"
+    ]
+    assert changed_keys(before, {"lr": 0.1}) == ["dynafed is None, and the checkpoint was made with {'samples': 10}"]
 
 
 def test_another_run_s_checkpoint_or_metrics_are_not_resumed(copy: Path, tmp_path: Path) -> None:

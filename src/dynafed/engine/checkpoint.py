@@ -128,13 +128,19 @@ def _binding(config: Config) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key != "rounds"}
 
 
-def changed_keys(before: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """The keys of a checkpoint's config, `before`, that have other values now, a sentence each."""
-    return [
-        f"{key} is {values.get(key)!r}, and the checkpoint was made with {value!r}"
-        for key, value in before.items()
-        if json.loads(json.dumps(values.get(key))) != value
-    ]
+def changed_keys(before: Mapping[str, Any], values: Mapping[str, Any], section: str = "") -> list[str]:
+    """The keys of a checkpoint's config, `before`, that have other values now, a sentence each.
+
+    Keys that it lacks are no change: they came with a later version.
+    """
+    changes = []
+    for key, value in before.items():
+        now = json.loads(json.dumps(values.get(key)))
+        if isinstance(value, dict) and isinstance(now, dict):
+            changes += changed_keys(value, now, f"{section}{key}.")
+        elif now != value:
+            changes.append(f"{section}{key} is {now!r}, and the checkpoint was made with {value!r}")
+    return changes
 
 
 def found(path: Path) -> list[Path]:

@@ -220,7 +220,7 @@ class Wrapper(Strategy):
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{self._file} is no checkpoint ({error}): delete it to start anew") from None
         for name, value in self._identities().items():
-            if (before := notes["identity"].get(name)) != value:
+            if (before := notes["identity"].get(name, value)) != value:  # a key that it lacks came later
                 raise UserError(
                     f"{self._file} was made with {name} = {before!r}, not {value!r}: give that, or another folder"
                 )

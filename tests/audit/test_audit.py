@@ -15,7 +15,7 @@ from dynafed import UserError
 from dynafed.audit import audit, inversion, neighbors, subject
 from dynafed.audit.membership import log_likelihood_ratio
 from dynafed.audit.neighbors import nearness
-from dynafed.audit.ownership import _guess
+from dynafed.audit.ownership import _guess, _regression
 from dynafed.audit.statistics import auc, p_value, true_positive_rate, with_interval
 from dynafed.cli import main
 
@@ -51,7 +51,7 @@ def test_who_pulls_where_is_found_by_regression() -> None:
     pulls = rng.normal(size=(6, 4))
     cohorts = [sorted(rng.choice(6, 3, replace=False).tolist()) for _ in range(30)]
     moves = np.array([pulls[cohort].mean(0) for cohort in cohorts])
-    scores = _guess(moves, cohorts, 6)
+    scores = _guess(moves, _regression(cohorts, 6))
     assert np.corrcoef(scores.ravel(), (pulls - pulls.mean(0)).ravel())[0, 1] > 0.95
 
 
@@ -99,6 +99,7 @@ def test_everything_on_a_small_run(
             value, low, high = findings["Membership"][attack]["auc"]
             assert 0 <= low <= value <= high <= 1
     assert findings["Classes of clients"]["auc"][0] > 0.6
+    assert 0 < findings["Classes of clients"]["p"] <= 1
     assert -1 <= findings["Classes of clients"]["d_syn_correlation"] <= 1
     page = (run / "audit.html").read_text()
     for words in ("What dynafed on digits gives away", "Not proved.", "so nothing is promised", "data:image/png"):

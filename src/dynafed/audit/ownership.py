@@ -107,8 +107,8 @@ def _regression(taking_part: list[list[int]], clients: int) -> Array:
     presence = np.zeros((len(taking_part), clients))
     for row, present in zip(presence, taking_part, strict=True):
         row[present] = 1 / max(1, len(present))
-    solved: Array = np.linalg.solve(presence.T @ presence + RIDGE * np.eye(clients), presence.T)
-    return solved
+    gram = presence.T @ presence + RIDGE * np.eye(clients)
+    return np.asarray(np.linalg.solve(gram, presence.T), np.float64)
 
 
 def _guess(moves: Array, regression: Array) -> Array:

@@ -43,6 +43,8 @@ class Problem:
     """The loss, and what it is for."""
     pairs: bool = False
     """Whether the network can't be trained on a batch of one sample, as BatchNorm can't."""
+    fused: bool = False
+    """Whether kernels take many steps in one call (`ExecutionPlan.fused_epochs`), clients' and, if they can, others."""
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:

@@ -135,7 +135,19 @@ class Federation:
         config = config.replace(kernels="own" if plan.kernels else "torch")
         tracer = StepTracer(on=plan.trace)
         clients = samples.num_clients()
-        problem = Problem(schema.shape, schema.classes, clients, module, network, seeds, device, tracer, task, pairs)
+        problem = Problem(
+            schema.shape,
+            schema.classes,
+            clients,
+            module,
+            network,
+            seeds,
+            device,
+            tracer,
+            task,
+            pairs,
+            plan.fused_epochs,
+        )
         made = cls(config, samples, methods.compose(config), problem, plan)
         _ = made.attack  # one that can't be is refused here
         return made

@@ -14,6 +14,8 @@ from torch import nn
 from dynafed.kernels import structure
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
+from dynafed.kernels.generator import fits as generator_fits
+from dynafed.kernels.generator import train_generator
 from dynafed.kernels.mlp import (
     FusedLoss,
     MLPTraining,
@@ -33,9 +35,11 @@ __all__ = [
     "contrast_loss",
     "coverage",
     "features",
+    "generator_fits",
     "mean_gradient",
     "mixture_loss",
     "practice_loss",
+    "train_generator",
     "weight_gradients_known",
 ]
 

@@ -224,6 +224,50 @@ float dot(const float *a, const float *b, Int count) {
     return sum;
 }
 
+// A batch norm by the batch's own statistics, and a ReLU; units come in whole vectors.
+struct NormRelu {
+    const float *gamma, *beta;
+    Int units;
+    std::vector<float> spread, normed; // one over the deviation of each unit; the normed values of each row
+
+    void forward(const float *x, Int rows, float *out) {
+        spread.resize(units), normed.resize(rows * units);
+        for (Int i = 0; i < units; i += LANES) {
+            V mean{}, square{};
+            for (Int r = 0; r < rows; r++) mean += load(x + r * units + i);
+            mean /= float(rows);
+            for (Int r = 0; r < rows; r++) {
+                const V apart = load(x + r * units + i) - mean;
+                square += apart * apart;
+            }
+            for (Int j = 0; j < LANES; j++) spread[i + j] = 1 / std::sqrt(square[j] / rows + 1e-5f);
+            for (Int r = 0; r < rows; r++) {
+                const V value = (load(x + r * units + i) - mean) * load(&spread[i]);
+                store(&normed[r * units + i], value);
+                const V result = value * load(gamma + i) + load(beta + i);
+                store(out + r * units + i, result > V{} ? result : V{});
+            }
+        }
+    }
+
+    // From the gradient by the norm's result, which the ReLU has let through: by its input, gamma and beta.
+    void backward(const float *dy, Int rows, float *dx, float *dgamma, float *dbeta) const {
+        for (Int i = 0; i < units; i += LANES) {
+            V sum{}, along{};
+            for (Int r = 0; r < rows; r++) {
+                const V d = load(dy + r * units + i);
+                sum += d, along += d * load(&normed[r * units + i]);
+            }
+            store(dbeta + i, sum), store(dgamma + i, along);
+            const V by = load(gamma + i) * load(&spread[i]), n = V{} + float(rows);
+            for (Int r = 0; r < rows; r++) {
+                const V d = load(dy + r * units + i), z = load(&normed[r * units + i]);
+                store(dx + r * units + i, by * (d - sum / n - z * (along / n)));
+            }
+        }
+    }
+};
+
 enum LossKind : Int { PLAIN, CONTRAST, MIXTURE, PRACTICE };
 
 // What is minimized instead of the mean cross-entropy; as in mlp.py.
@@ -286,26 +330,12 @@ struct Loss {
     // FedGen's features for labels, one for each row of noise. The generator is (noise + classes, hidden), a batch norm,
     // ReLU and (hidden, width).
     void generate(const Int *labels, Int rows, const float *z, Int width, std::vector<float> &h, float *out) const {
-        const float *weight = held[0], *bias = held[1], *gamma = held[2], *beta = held[3];
+        const float *weight = held[0], *bias = held[1];
         h.resize(rows * hidden);
         product<false>(z, weight, rows, noise, hidden, bias, &h[0]);
         for (Int r = 0; r < rows; r++)
             for (Int i = 0; i < hidden; i++) h[r * hidden + i] += weight[(noise + labels[r]) * hidden + i];
-        for (Int i = 0; i < hidden; i += LANES) {
-            V mean{}, spread{};
-            for (Int r = 0; r < rows; r++) mean += load(&h[r * hidden + i]);
-            mean /= float(rows);
-            for (Int r = 0; r < rows; r++) {
-                const V apart = load(&h[r * hidden + i]) - mean;
-                spread += apart * apart;
-            }
-            for (Int j = 0; j < LANES; j++) spread[j] = 1 / std::sqrt(spread[j] / rows + 1e-5f);
-            const V by = spread * load(gamma + i), from = load(beta + i);
-            for (Int r = 0; r < rows; r++) {
-                const V value = (load(&h[r * hidden + i]) - mean) * by + from;
-                store(&h[r * hidden + i], value > V{} ? value : V{});
-            }
-        }
+        NormRelu{held[2], held[3], hidden, {}, {}}.forward(&h[0], rows, &h[0]);
         product<false>(&h[0], held[4], rows, hidden, width, held[5], out);
     }
 
@@ -433,5 +463,98 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
             if (l == layers - 1 && loss->kind == PRACTICE) rows = biased = size + loss->drawn_rows;
             layer.learn(input(l), rows, biased, optimizer);
         }
+    }
+}
+
+// FedGen's generator, (noise + classes, hidden), a batch norm, ReLU and (hidden, width), is trained with Adam against many
+// heads, whose columns lie side by side, filled up to whole vectors. `tensors` has three each: weight, bias, gamma, beta,
+// weight, bias, with their moments; `drawn` has labels and noise for each step.
+extern "C" void generator_train(const void *const *drawn, Int steps, Int batch, const Int *sizes, float *const *tensors,
+                                Int heads, const float *head, const float *head_bias, const float *head_transposed,
+                                const float *trust, double diversity, Int done, double rate, double beta1, double beta2,
+                                double eps, double decay, float *losses) {
+    const Int noise = sizes[0], classes = sizes[1], hidden = sizes[2], width = sizes[3], inputs = noise + classes;
+    const Int columns = (heads * classes + LANES - 1) / LANES * LANES;
+    float *const nothing[6] = {};
+    Optimizer adam{ADAM, rate, beta1, beta2, eps, decay, done, {0, nothing, nothing}};
+    Layer first, last;
+    Layer *layers[] = {&first, &last};
+    for (Int l = 0; l < 2; l++) {
+        Layer &layer = *layers[l];
+        float *const *own = tensors + 12 * l;
+        layer.number = l, layer.in = l ? hidden : inputs, layer.out = layer.padded = l ? width : hidden;
+        layer.weight = own[0], layer.weight_m = own[1], layer.weight_v = own[2];
+        layer.bias = own[3], layer.bias_m = own[4], layer.bias_v = own[5];
+        layer.result.resize(batch * layer.padded), layer.delta.resize(batch * layer.padded);
+    }
+    NormRelu norm{tensors[6], tensors[9], hidden, {}, {}};
+    std::vector<float> input(batch * inputs), h(batch * hidden), dh(batch * hidden), dgamma(hidden), dbeta(hidden);
+    const Int filled = (batch + LANES - 1) / LANES * LANES;
+    std::vector<float> logits(batch * columns), signs(batch * width), turned(noise * filled), unlike(filled);
+    for (Int step = 0; step < steps; step++, drawn += 2) {
+        const Int *labels = (const Int *)drawn[0];
+        const float *z = (const float *)drawn[1];
+        std::fill(input.begin(), input.end(), 0.f);
+        for (Int s = 0; s < batch; s++) {
+            std::copy_n(z + s * noise, noise, &input[s * inputs]);
+            input[s * inputs + noise + labels[s]] = 1;
+            for (Int i = 0; i < noise; i++) turned[i * filled + s] = z[s * noise + i];
+        }
+        first.forward(&input[0], batch, true);
+        norm.forward(&first.result[0], batch, &h[0]);
+        last.forward(&h[0], batch, true);
+        // What the heads say: the mean over the batch of their cross-entropies, each as much as it is trusted.
+        product<false>(&last.result[0], head, batch, width, columns, head_bias, &logits[0]);
+        float wrong = 0;
+        for (Int s = 0; s < batch; s++) {
+            float *row = &logits[s * columns];
+            for (Int k = 0; k < heads; k++, row += classes) {
+                const float weight = trust[k * classes + labels[s]] / batch;
+                log_softmax(row, classes);
+                wrong -= weight * row[labels[s]];
+                for (Int c = 0; c < classes; c++) row[c] = weight * (std::exp(row[c]) - (c == labels[s]));
+            }
+            std::fill(row, &logits[0] + (s + 1) * columns, 0.f);
+        }
+        product<false>(&logits[0], head_transposed, batch, columns, width, nullptr, &last.delta[0]);
+        // How far features are apart, each pair as much as its noise; and the gradient of that, but for a factor.
+        std::fill(signs.begin(), signs.end(), 0.f);
+        double total = 0;
+        for (Int s = 0; s < batch; s++) {
+            const float *own = &last.result[s * width];
+            float *sign = &signs[s * width];
+            for (Int r = 0; r < filled; r += LANES) {
+                V square{};
+                for (Int i = 0; i < noise; i++) {
+                    const V d = load(&turned[i * filled + r]) - z[s * noise + i];
+                    square += d * d;
+                }
+                store(&unlike[r], square / float(noise));
+            }
+            for (Int r = 0; r < batch; r++) {
+                const float *other = &last.result[r * width];
+                V length{};
+                const V by = V{} + unlike[r];
+                for (Int i = 0; i < width; i += LANES) {
+                    const V d = load(own + i) - load(other + i);
+                    length += d > V{} ? d : -d;
+                    store(sign + i, load(sign + i) + (d > V{} ? by : d < V{} ? -by : V{}));
+                }
+                float sum = 0;
+                for (Int i = 0; i < LANES; i++) sum += length[i];
+                total += double(unlike[r]) * sum;
+            }
+        }
+        const double pairs = double(batch) * batch * width;
+        const float alike = diversity * std::exp(-total / pairs), factor = -2 * alike / pairs;
+        for (Int i = 0; i < batch * width; i++) last.delta[i] += factor * signs[i];
+        losses[step] = wrong + alike;
+        adam.next();
+        last.backward(&h[0], batch, batch, &dh[0]);
+        norm.backward(&dh[0], batch, &first.delta[0], &dgamma[0], &dbeta[0]);
+        last.learn(&h[0], batch, batch, adam);
+        adam.apply(0, 0, tensors[6], tensors[7], tensors[8], &dgamma[0], hidden);
+        adam.apply(0, 0, tensors[9], tensors[10], tensors[11], &dbeta[0], hidden);
+        first.learn(&input[0], batch, batch, adam);
     }
 }

@@ -134,10 +134,10 @@ class MLPTraining:
         self.network = (
             ctypes.c_int64(len(sizes) - 1),
             sizes,
-            _addresses(self._with_moments(params)),
+            addresses(self._with_moments(params)),
             ctypes.c_int64(KINDS.index(_kind(optimizer))),
         )
-        self.affine = ctypes.c_double(scale), *map(_addresses, self.corrections)
+        self.affine = ctypes.c_double(scale), *map(addresses, self.corrections)
 
     def __call__(
         self, x: Tensor, y: Tensor, order: np.ndarray, batch: int, drawn: Sequence[Mapping[str, Tensor]] = ()
@@ -154,7 +154,7 @@ class MLPTraining:
         order = np.ascontiguousarray(order, np.int64)
         sizes = [min(batch, len(order) - start) for start in range(0, len(order), batch)]
         tensors = list(self._drawn(drawn, sizes)) if loss.drawn else []
-        pointers = [ctypes.cast(_addresses(each), ctypes.c_void_p) for each in (self.held, tensors)]
+        pointers = [ctypes.cast(addresses(each), ctypes.c_void_p) for each in (self.held, tensors)]
         described = _Loss(loss.kind, loss.first, loss.second, *pointers, loss.rows, loss.noise, loss.hidden)
         losses = torch.empty(len(sizes))
         done, numbers = 0, (1.0, 0.0, 0.0, EPS, 0.0)
@@ -215,7 +215,7 @@ def features(params: Sequence[Tensor], x: Tensor) -> Tensor:
         raise ValueError(f"samples must have {sizes[0]} numbers and be contiguous")
     found = torch.empty(len(x), sizes[-2])
     count, layers = ctypes.c_int64(len(x)), ctypes.c_int64(len(sizes) - 1)
-    function("mlp_features")(address(x), count, layers, sizes, _addresses(params), address(found))
+    function("mlp_features")(address(x), count, layers, sizes, addresses(params), address(found))
     return found
 
 
@@ -246,6 +246,7 @@ def _like(params: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | No
     return found
 
 
-def _addresses(tensors: Iterable[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+def addresses(tensors: Iterable[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Several tensors as a kernel takes them, or that there is none in some places; the caller keeps them alive."""
     found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (ctypes.c_void_p * len(found))(*found)

@@ -5,6 +5,7 @@ Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from dynafed import optim
 from dynafed.generator import all_heads, draw_inputs, fresh, generate, generator_loss
-from dynafed.kernels import FusedLoss, practice_loss
+from dynafed.kernels import FusedLoss, generator_fits, practice_loss, train_generator
 from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
 from dynafed.settings import setting
-from dynafed.tree import Tree, nest, only, to, unnest
+from dynafed.tree import Tree, column_major, nest, only, to, unnest
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,39 @@ class FedGen(Method):
         seen = {"rounds": parts["seen"]["rounds"] + 1, "labels": labels}
         trust = (counts / counts.sum(0).clamp(min=1)).to(problem.device, torch.float32)
         names = [name for name in model if name.startswith("head.")]
-        heads = all_heads(problem.head, [to(only(update.model, names), problem.device) for update in server.updates])
+        heads = [to(only(update.model, names), problem.device) for update in server.updates]
+        fused = problem.fused and generator_fits(parts["net"])
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
-        net = {name: parts["net"][name].to(problem.device, copy=True).requires_grad_() for name in sorted(parts["net"])}
+        net = {name: parts["net"][name].to(problem.device, copy=True) for name in sorted(parts["net"])}
+        net = column_major(net, [name for name in net if net[name].ndim == 2]) if fused else net
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
         adam.load_state(to(parts.get("adam", {}), problem.device))
-        rng, total = problem.seeds.rng(self.name, server.round), 0.0
-        for _ in range(chosen.steps):
-            labels, noise = draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, problem.device)
-            loss = generator_loss(net, heads, trust, noise, labels, chosen.diversity)
-            adam.step(torch.autograd.grad(loss, list(net.values())))
-            total += loss.item()
+        rng = problem.seeds.rng(self.name, server.round)
+        drawn = (
+            draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, problem.device)
+            for _ in range(chosen.steps)
+        )
+        if fused and chosen.steps:
+            stacked = torch.stack([head["head.weight"] for head in heads]), torch.stack([h["head.bias"] for h in heads])
+            losses = train_generator(net, adam, stacked, trust, list(drawn), chosen.diversity).tolist()
+        else:
+            losses = list(self._trained(net, adam, all_heads(problem.head, heads), trust, drawn))
         trained = {"net": {name: tensor.detach() for name, tensor in net.items()}, "adam": adam.state()}
-        metrics = {"generator_loss": total / chosen.steps} if chosen.steps else {}
+        metrics = {"generator_loss": sum(losses) / chosen.steps} if chosen.steps else {}
         return ServerOutput(model, to(nest(trained | {"seen": seen}), "cpu"), metrics)
+
+    def _trained(
+        self,
+        net: Tree,
+        adam: optim.Optimizer,
+        heads: Callable[[Tensor], Tensor],
+        trust: Tensor,
+        drawn: Iterable[tuple[Tensor, Tensor]],
+    ) -> Iterator[float]:
+        """Takes a step for each of these labels and noise; the losses before each."""
+        for tensor in net.values():
+            tensor.requires_grad_()
+        for labels, noise in drawn:
+            loss = generator_loss(net, heads, trust, noise, labels, self.settings.diversity)
+            adam.step(torch.autograd.grad(loss, list(net.values())))
+            yield loss.item()

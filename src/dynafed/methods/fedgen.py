@@ -112,7 +112,8 @@ class FedGen(Method):
         trust = (counts / counts.sum(0).clamp(min=1)).to(problem.device, torch.float32)
         names = [name for name in model if name.startswith("head.")]
         heads = [to(only(update.model, names), problem.device) for update in server.updates]
-        fused = problem.fused and generator_fits(parts["net"])
+        # With both terms off, clients had a kernel before the generator had one: such a run must go on as it began.
+        fused = problem.fused and not self.uses_fedavg_steps() and generator_fits(parts["net"])
         # By name, for Adam knows parameters by their place, and a checkpoint doesn't keep the order.
         net = {name: parts["net"][name].to(problem.device, copy=True) for name in sorted(parts["net"])}
         net = column_major(net, [name for name in net if net[name].ndim == 2]) if fused else net

@@ -20,6 +20,8 @@ from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
 
+KERNELS_VERSION = 2
+"""Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 
@@ -129,6 +131,13 @@ class Config:
         "auto",
         "what the network runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
         choices=("auto", "own", "torch"),
+        execution=True,
+    )
+    kernels_version: int = setting(
+        0,
+        "which networks our kernels know; a run keeps the version that it began with (0: the newest)",
+        low=0,
+        high=KERNELS_VERSION,
         execution=True,
     )
     record: bool = setting(True, "whether training steps are traced and replayed once there were many", execution=True)
@@ -260,6 +269,10 @@ class Config:
         kept = {key: value for key, value in values if key not in unused and not self.is_execution(key)}
         # Folders of older runs don't know these keys.
         return {key: value for key, value in kept.items() if key not in LATER_KEYS or value != LATER_KEYS[key]}
+
+    def kernels_key(self) -> tuple[str, int]:
+        """What decides the rounding, once the kernels are chosen."""
+        return self.kernels, self.kernels_version if self.kernels == "own" else 0
 
     @property
     def sampled(self) -> int:

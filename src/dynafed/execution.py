@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dynafed import kernels
+from dynafed.config import KERNELS_VERSION
 from dynafed.tracing import CALLS_BEFORE_FIRST
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class ExecutionPlan:
     """Whether training steps are traced and replayed."""
     kernels: bool
     """Whether the network runs on our own kernels."""
+    version: int
+    """Which networks these know."""
+    parts: tuple[str, ...]
+    """What of the network runs on them."""
     fused_epochs: bool
     """Whether one of them trains a client's whole epoch."""
     server_threads: int
@@ -64,28 +69,39 @@ class ExecutionPlan:
         parts = [
             f"{self.workers} worker(s) with {self.threads} thread(s) each",
             "steps are traced when there are many" if self.trace else "steps aren't traced",
-            "our own kernels" if self.kernels else "torch's kernels",
+            self._kernels(),
             f"synthetic samples {self.chunk} at a time in {self.server_threads} thread(s)" if self.chunk else "",
         ]
         return ", ".join(filter(None, parts))
 
+    def _kernels(self) -> str:
+        said = [*self.parts, *(["whole epochs of linear layers"] if self.fused_epochs else [])]
+        return f"our own kernels ({'; '.join(said)})" if self.kernels else "torch's kernels"
+
 
 def resolve(
-    config: Config, network: nn.Module, samples: int, methods: Composition, choice: str = "auto"
+    config: Config,
+    network: nn.Module,
+    samples: int,
+    methods: Composition,
+    choice: str = "auto",
+    sample: Tensor | None = None,
 ) -> tuple[ExecutionPlan, nn.Module]:
     """The plan of a run in which clients train on `samples` samples in all, and the network that it runs on.
 
-    `choice` of kernels is "own", "torch" or "auto". The network is the given one, or an accelerated copy.
+    `choice` of kernels is "own", "torch" or "auto"; `sample` is a batch of one, as the network takes it. The network is
+    the given one, or an accelerated copy.
     """
     from dynafed.synthesis import DynaFedSettings
 
     used = any(step.name == "dynafed" for step in methods.steps)
     synthesis = config.section("dynafed", DynaFedSettings) if used else None
-    found = kernels.coverage(network)
+    version = config.kernels_version or KERNELS_VERSION
+    found = kernels.coverage(network, sample, version)
     fusable = found.mlp and methods.declares_steps and config.loss == "cross_entropy" and _has_head(network, methods)
     worth = _kernel_work(found, samples, synthesis_work(synthesis) if synthesis else 0) >= MIN_KERNEL_WORK
     wanted = (fusable or bool(found.channels)) and {"own": True, "torch": False, "auto": worth}[choice]
-    accelerated = kernels.accelerate(network) if wanted else None
+    accelerated = kernels.accelerate(network, sample, version) if wanted else None
     processes = 1 if config.device != "cpu" else config.workers or available_cores()
     workers = min(processes, config.sampled)
     # The server trains, too, where it has samples.
@@ -96,6 +112,8 @@ def resolve(
         # Layers with buffers change them in passing, and a replay must change nothing.
         trace=config.record and long and next(network.buffers(), None) is None,
         kernels=accelerated is not None,
+        version=version,
+        parts=() if accelerated is None else tuple(kernels.described(accelerated)),
         fused_epochs=accelerated is not None and fusable,
         server_threads=processes,
         chunk=(synthesis.chunk or chunk_size(network, synthesis.samples)) if synthesis else 0,

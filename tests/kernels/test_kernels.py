@@ -54,11 +54,35 @@ def images(count: int, *shape: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor
 @pytest.mark.parametrize("padding", [1, 3])
 def test_the_convolution_and_its_two_derivatives_are_torchs(channels: int, padding: int) -> None:
     x, weight, bias = doubles((2, channels, 5, 4), (8, channels, 3, 3), (8,))
-    ours = ops.convolution(x, weight, bias, padding)
+    geometry = ops.Geometry((padding, padding))
+    ours = ops.convolution(x, weight, bias, geometry)
     torch.testing.assert_close(ours, torch.conv2d(x, weight, bias, padding=padding))
     inputs = (x, weight, bias)
-    assert gradcheck(lambda *given: ops.convolution(*given, padding), inputs, fast_mode=True)
-    assert gradgradcheck(lambda *given: ops.convolution(*given, padding), inputs, fast_mode=True)
+    assert gradcheck(lambda *given: ops.convolution(*given, geometry), inputs, fast_mode=True)
+    assert gradgradcheck(lambda *given: ops.convolution(*given, geometry), inputs, fast_mode=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kernel", "geometry"),
+    [
+        ((1, 1), ops.Geometry((0, 0), (2, 2))),
+        ((3, 3), ops.Geometry((1, 1), (2, 2))),
+        ((5, 3), ops.Geometry((2, 0), (1, 2), groups=2)),
+        ((3, 2), ops.Geometry((2, 1), dilation=(2, 1))),
+    ],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_convolutions_of_any_geometry_are_torchs(kernel: tuple[int, int], geometry: ops.Geometry, biased: bool) -> None:
+    x, weight, bias = doubles((2, 4, 7, 6), (6, 4 // geometry.groups, *kernel), (6,))
+    inputs = (x, weight, *([bias] if biased else []))
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.convolution(x, weight, bias, geometry)
+
+    torch.testing.assert_close(ours(*inputs), geometry.convolve(*inputs))
+    assert gradcheck(ours, inputs, fast_mode=True)
+    assert gradgradcheck(ours, inputs, fast_mode=True)
 
 
 @needs_compiler
@@ -319,7 +343,8 @@ def test_it_is_the_work_that_decides() -> None:
     assert not own(small.replace(rounds=100_000, kernels="torch"))
     assert own(small.replace(method="dynafed", **{"dynafed.iterations": 10_000}))
     assert not own(small.replace(kernels="own", **{"convnet.norm": "batch"}))
-    assert not own(small.replace(kernels="own", **{"convnet.width": 12}))
+    assert not own(small.replace(kernels="own", **{"convnet.width": 12, "kernels_version": 1}))
+    assert own(small.replace(kernels="own", **{"convnet.width": 12}))
     many = tiny().replace(**{"model": "mlp", "mlp.width": 16, "rounds": 1_000_000})
     assert own(many)
     assert own(many.replace(method="fedprox"))
@@ -359,8 +384,8 @@ def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: p
 
 
 def test_other_networks_have_no_part_for_our_kernels() -> None:
-    for network in (nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU()), nn.Linear(3, 2)):
-        assert kernels.coverage(network) == kernels.Coverage(0, False)
+    for network, shape in ((nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU()), (1, 8, 8)), (nn.Linear(3, 2), (3,))):
+        assert kernels.coverage(network, torch.randn(1, *shape)) == kernels.Coverage(0, False)
 
 
 def layers(sizes: tuple[int, ...]) -> list[Tensor]:
@@ -448,7 +473,7 @@ class Ends(nn.Module):
 @needs_compiler
 def test_a_user_s_own_network_is_accelerated_by_its_structure() -> None:
     network, x = Ends(), torch.randn(5, 3, 8, 8)
-    assert kernels.coverage(network) == kernels.Coverage(16, False)
+    assert kernels.coverage(network, x[:1]) == kernels.Coverage(16, False)
     fast = accelerated(network)
     assert type(network.stem) is nn.Sequential
     assert isinstance(fast.get_submodule("stem"), blocks.ConvBlocks)
@@ -471,15 +496,15 @@ def test_what_looks_alike_but_is_not_is_left_to_torch() -> None:
         (conv, norm, nn.ReLU(), nn.MaxPool2d(2)),
         (conv, norm, nn.ReLU(), nn.AvgPool2d(3)),
     ):
-        assert kernels.coverage(nn.Sequential(*layers)).channels == 0
+        assert kernels.coverage(nn.Sequential(*layers), torch.randn(1, 1, 8, 8), version=1).channels == 0
     hooked = nn.Sequential(conv, norm, nn.ReLU(), nn.AvgPool2d(2))
     hooked[0].register_forward_hook(lambda *_: None)
-    assert kernels.coverage(hooked).channels == 0
+    assert kernels.coverage(hooked, torch.randn(1, 1, 8, 8)).channels == 0
 
 
 def test_an_mlp_is_known_by_its_structure() -> None:
     def is_mlp(*layers: nn.Module) -> bool:
-        return kernels.coverage(nn.Sequential(*layers)).mlp
+        return kernels.coverage(nn.Sequential(*layers), torch.randn(1, 8)).mlp
 
     first, last = nn.Linear(8, 16), nn.Linear(16, 3)
     assert is_mlp(nn.Flatten(), first, nn.ReLU(), last)

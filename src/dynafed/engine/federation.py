@@ -130,9 +130,9 @@ class Federation:
         epoch = samples.mean_client_size()
         each = config.local_steps * min(config.batch_size, epoch) or config.local_epochs * epoch
         total = config.rounds * config.sampled * each
-        plan, network = execution.resolve(config, module, total, composition, kernel_choice(config))
+        plan, network = execution.resolve(config, module, total, composition, kernel_choice(config), sample)
         # What was chosen stays, also for whoever resumes the run with more rounds.
-        config = config.replace(kernels="own" if plan.kernels else "torch")
+        config = config.replace(kernels="own" if plan.kernels else "torch", kernels_version=plan.version)
         tracer = StepTracer(on=plan.trace)
         clients = samples.num_clients()
         problem = Problem(

@@ -92,7 +92,11 @@ def _run_cell(cell: Cell, cells: Sequence[Cell], callbacks: CellCallbacks, parts
             sources = [other.path for other in cells if begins_alike(config, other.config) and not parts]
             if not any((source / "config.toml").exists() and start_from(config, path, source) for source in sources):
                 return run(config, out=path, callbacks=_followed(cell, cells, callbacks), **parts).summary
-        changes = {key: value for key, value in config.to_dict().items() if key in EXECUTION_KEYS - {"kernels"}}
+        changes = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key in EXECUTION_KEYS - {"kernels", "kernels_version"}
+        }
         followed = _followed(cell, cells, callbacks)
         return resume(path, changes=changes, callbacks=followed, trust=config, **parts).summary
 

@@ -144,6 +144,12 @@ def resume(
     path = Path(path)
     before = load_run_config(path, trust)
     config = before.replace(**(changes or {}))
+    if config.kernels_version not in (0, before.kernels_version):
+        raise UserError(
+            f"kernels_version = {config.kernels_version}: the run began with {before.kernels_version}, which rounds "
+            "otherwise: start a new run"
+        )
+    config = config.replace(kernels_version=before.kernels_version)
     for key in changes or {}:
         if key != "rounds" and not config.is_execution(key):
             raise UserError(f"'{key}' decides the run's result and can't change when it is resumed: start a new run")

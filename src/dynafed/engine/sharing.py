@@ -117,7 +117,7 @@ def _first_rounds(federation: Federation, source: Path) -> tuple[Mapping[str, Tr
 
     Nothing if its data or kernels aren't the same. Norms that don't reach back to round 1 are left out.
     """
-    if load_run_config(source, federation.config).kernels != federation.config.kernels:
+    if load_run_config(source, federation.config).kernels_key() != federation.config.kernels_key():
         return {}, {}
     for folder in _kept(source):
         body = checkpoint.read_body(folder)

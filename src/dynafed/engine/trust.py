@@ -26,7 +26,7 @@ def load_run_config(folder: Path, trust: bool | Config = False) -> Config:
         raise UserError(f"{folder} holds no run: it has no config.toml")
     values = parse_toml(file.read_bytes(), file)
     check_places(values, file, trust)
-    return Config.from_dict(values)
+    return Config.from_dict({"kernels_version": 1} | values)  # which is what runs had before they wrote it down
 
 
 def check_places(values: Mapping[str, Any], file: Path, trust: bool | Config = False) -> None:

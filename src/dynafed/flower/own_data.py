@@ -106,7 +106,8 @@ def agreed_record(federation: Federation) -> ConfigRecord:
     """What the server tells its nodes with every request: the schema, and the kernels that it chose."""
     columns = federation.config.section("data", DataSettings).columns
     agreed = schema_settings(federation.schema, columns)
-    return ConfigRecord({"schema": json.dumps(agreed), "kernels": federation.config.kernels})
+    kernels, version = federation.config.kernels, federation.config.kernels_version
+    return ConfigRecord({"schema": json.dumps(agreed), "kernels": kernels, "kernels_version": version})
 
 
 def node_declaration(config: Config, app_config: AppConfig, context: Context) -> Declaration:
@@ -123,7 +124,9 @@ def node_federation(config: Config, app_config: AppConfig, context: Context, con
     """What a node works on: the schema that the server tells, and its own samples."""
     agreed = content.config_records[AGREED]
     kernels = str(agreed["kernels"])
-    config = put_schema(config, json.loads(str(agreed["schema"]))).replace(kernels=kernels, partition="custom")
+    version = agreed.get("kernels_version", 1)
+    config = put_schema(config, json.loads(str(agreed["schema"])))
+    config = config.replace(kernels=kernels, kernels_version=version, partition="custom")
     sources = node_sources(config, app_config, context)
     clients = NodeClients.of(config, sources, {})
     federation = Federation.of(config, clients, Seeds(config.seed), resolve_device(config))

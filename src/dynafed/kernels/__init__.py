@@ -1,17 +1,21 @@
 """Kernels of our own. `coverage` tells what of a network they can do, `accelerate` gives the network that uses them.
 
-For convolutions: blocks of 3x3 convolution, instance norm, ReLU and 2x2 average pooling, with second derivatives. For
-fully connected ReLU networks: a whole epoch of training in one call (`mlp.MLPTraining`).
+For convolutions: blocks of 3x3 convolution, instance norm, ReLU and 2x2 average pooling; and group norm with the sum,
+(leaky) ReLU and 2x2 pooling after it, both with second derivatives. For fully connected ReLU networks: a whole epoch of
+training in one call (`mlp.MLPTraining`).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from dynafed.kernels import structure
+from dynafed.config import KERNELS_VERSION
+from dynafed.kernels import graph, structure
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
 from dynafed.kernels.generator import fits as generator_fits
@@ -34,6 +38,7 @@ __all__ = [
     "accelerate",
     "contrast_loss",
     "coverage",
+    "described",
     "features",
     "generator_fits",
     "mean_gradient",
@@ -42,6 +47,8 @@ __all__ = [
     "train_generator",
     "weight_gradients_known",
 ]
+
+log = logging.getLogger("dynafed")
 
 
 @dataclass(frozen=True)
@@ -54,23 +61,49 @@ class Coverage:
     """Whether it is a chain of linear layers and ReLUs, in single precision."""
 
 
-def coverage(network: nn.Module) -> Coverage:
-    """Looks at the network's structure; compiles nothing."""
-    blocks = [block for part in structure.sequentials(network).values() for block in structure.conv_blocks(part)]
-    return Coverage(max((block[0].out_channels for block in blocks), default=0), structure.is_mlp(network))
+def coverage(network: nn.Module, x: Tensor | None = None, version: int = KERNELS_VERSION) -> Coverage:
+    """Looks at the network's structure; compiles nothing. Without a sample, it isn't traced."""
+    if version == 1 or structure.is_covered(network):
+        blocks = [block for part in structure.sequentials(network).values() for block in structure.conv_blocks(part)]
+        return Coverage(max((block[0].out_channels for block in blocks), default=0), structure.is_mlp(network))
+    if x is None:
+        return coverage(network, version=1)
+    found = [plan.channels for _, plans in graph.plans(network) for plan in plans.values()]
+    if found:
+        return Coverage(max(found), False)
+    return Coverage(coverage(network, version=1).channels, graph.is_mlp(network, x))
 
 
-def accelerate(network: nn.Module) -> nn.Module | None:
+def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNELS_VERSION) -> nn.Module | None:
     """Returns a copy of the network that runs on our kernels, with the same parameter names; None if there are none.
 
     Compiles them if they aren't in the cache. A network without convolutional blocks is returned as it is: then it is
-    training that has a kernel, not the forward pass.
+    training that has a kernel, not the forward pass. A network that was recognized by its graph is first compared with
+    itself on torch's kernels, on samples like `x`.
     """
     if library() is None:
         return None
+    if version > 1 and x is not None and not structure.is_covered(network):
+        fast = graph.accelerated(network)
+        if fast is not None and graph.agree(fast, network, x):
+            return fast
+        if fast is not None:
+            log.debug("on our kernels, the network would compute something else: it stays with torch's")
+    if coverage(network, version=1).channels:
+        return _accelerate_sequentials(network)
+    return network if coverage(network, x, version).mlp else None
+
+
+def described(network: nn.Module) -> Iterator[str]:
+    """What of an accelerated network runs on what, a line a part."""
+    for name, part in network.named_modules():
+        if isinstance(part, ConvBlocks):
+            yield f"{name or 'the network'}: {len(part.block_starts)} whole blocks"
+    yield from graph.described(network)
+
+
+def _accelerate_sequentials(network: nn.Module) -> nn.Module:
     parts = [name for name, part in structure.sequentials(network).items() if structure.conv_blocks(part)]
-    if not parts:
-        return network
     accelerated = copy.deepcopy(network)
     for name in parts:
         fast = ConvBlocks(*accelerated.get_submodule(name).children())

@@ -25,7 +25,7 @@ from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
 
-SOURCES = ("convnet.cpp", "mlp.cpp")
+SOURCES = ("convnet.cpp", "mlp.cpp", "norm.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 120
 DIGEST_SIZE = 16

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from dynafed.kernels.build import CPP, address, function
 
+CPU = torch.device("cpu")
 FEW = (1, 3)
 """Channels of images for which there is a kernel for a whole block; torch's convolutions are slow with so few."""
 
@@ -41,21 +43,92 @@ def block(
 ) -> Tensor:
     """A 3x3 convolution of stride 1, instance norm, ReLU and 2x2 average pooling."""
     if any((side + 2 * padding) % 2 for side in x.shape[2:]):
-        z = convolution(x, weight, bias, padding)
+        z = convolution(x, weight, bias, Geometry((padding, padding)))
         return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
     if x.shape[1] in FEW:
         pooled: Tensor = _First.of(_last(x), weight, bias, gamma, beta, padding, eps)
         return pooled
-    return norm_relu_pool(convolution(x, weight, bias, padding), gamma, beta, eps)
+    return norm_relu_pool(convolution(x, weight, bias, Geometry((padding, padding))), gamma, beta, eps)
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
-    """A 3x3 convolution of stride 1."""
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution's kernel goes over the image: by height, by width."""
+
+    padding: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The convolution by torch."""
+        return torch.conv2d(x, _last(weight), bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """A convolution."""
     # Two nodes, so that the gradient by the input is only computed where somebody asks for it.
     x = _last(x)
-    out = _ByInput.of(x, weight.detach(), bias.detach(), padding, lambda: weight)
-    done: Tensor = _ByWeight.of(out, x, weight, bias, padding)
+    out = _ByInput.of(x, weight.detach(), None if bias is None else bias.detach(), geometry, lambda: weight)
+    done: Tensor = _ByWeight.of(out, x, weight, bias, geometry)
     return done
+
+
+POOLS = ("none", "mean", "max")
+"""What is done with windows of 2x2; in this order, the kernels count them."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What comes after a convolution: group norm, the sum with a shortcut, (leaky) ReLU and pooling."""
+
+    groups: int
+    """Of the norm; 0 if there is none."""
+    eps: float = 1e-5
+    low: float = 0.0
+    """The activation's slope below zero: 0 is ReLU, 1 is none."""
+    pool: str = "none"
+
+    @property
+    def numbers(self) -> tuple[int, int, float]:
+        """As the kernels take them."""
+        return self.groups, POOLS.index(self.pool), self.low
+
+    def __call__(self, z: Tensor, gamma: Tensor | None, beta: Tensor | None, shortcut: Tensor | None = None) -> Tensor:
+        """All of it, by one kernel; channels last."""
+        if not self._fits(z, gamma, beta, shortcut):
+            return self.by_torch(z, gamma, beta, shortcut)
+        gamma = z.new_ones(z.shape[1]) if gamma is None else gamma
+        beta = z.new_zeros(z.shape[1]) if beta is None else beta
+        shortcut = None if shortcut is None else _last(shortcut)
+        done: Tensor = _Normed.of(_last(z), shortcut, gamma, beta, self)
+        return done
+
+    def _fits(self, z: Tensor, gamma: Tensor | None, beta: Tensor | None, shortcut: Tensor | None) -> bool:
+        """Whether the kernel would read what it is meant to."""
+        if z.ndim != 4 or min(z.shape) == 0 or z.dtype not in CPP or (self.groups and z.shape[1] % self.groups):
+            return False
+        if self.groups and z.shape[1] // self.groups * z.shape[2] * z.shape[3] == 1:
+            return False  # torch refuses it
+        if self.pool != "none" and min(z.shape[2:]) < 2:
+            return False
+        wanted = ((gamma, z.shape[1:2]), (beta, z.shape[1:2]), (shortcut, z.shape))
+        return all(
+            tensor is None or (tensor.shape == shape and tensor.dtype == z.dtype and tensor.device == z.device == CPU)
+            for tensor, shape in wanted
+        )
+
+    def by_torch(self, z: Tensor, gamma: Tensor | None, beta: Tensor | None, shortcut: Tensor | None = None) -> Tensor:
+        """The same by torch."""
+        if self.groups:
+            z = F.group_norm(z, self.groups, gamma, beta, self.eps)
+        if shortcut is not None:
+            z = z + shortcut
+        if self.low != 1:
+            z = F.leaky_relu(z, self.low)
+        if self.pool == "none":
+            return z
+        return F.avg_pool2d(z, 2) if self.pool == "mean" else F.max_pool2d(z, 2)
 
 
 def norm_relu_pool(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
@@ -74,80 +147,112 @@ class _ByInput(_Function):
     """The convolution, as a function of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int, attached: Any) -> Tensor:
-        ctx.attached, ctx.padding, ctx.shape = attached, padding, x.shape
-        return torch.conv2d(x, _last(weight), bias, padding=padding)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, attached: Callable[[], Tensor]
+    ) -> Tensor:
+        ctx.attached, ctx.geometry, ctx.shape = attached, geometry, x.shape
+        return geometry.convolve(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _InputGradient.of(_last(g), ctx.attached(), ctx.padding, ctx.shape), None, None, None, None
+        return _InputGradient.of(_last(g), ctx.attached(), ctx.geometry, ctx.shape), None, None, None, None
 
 
 class _InputGradient(_Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, weight: Tensor, padding: int, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, g: Tensor, weight: Tensor, geometry: Geometry, shape: torch.Size) -> Tensor:
         ctx.save_for_backward(g, weight)
-        ctx.padding = padding
-        return _input_gradient(g, weight, padding, shape)
+        ctx.geometry = geometry
+        return _input_gradient(g, weight, geometry, shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, v: Tensor) -> Any:
         g, weight = ctx.saved_tensors
         v = _last(v)
-        by_weight, _ = _weight_gradient(g, v, weight, ctx.padding)
-        return torch.conv2d(v, _last(weight), padding=ctx.padding), by_weight, None, None
+        by_weight, _ = _weight_gradient(g, v, weight, ctx.geometry)
+        return ctx.geometry.convolve(v, weight), by_weight, None, None
 
 
 class _ByWeight(_Function):
     """The convolution, as a function of its weights; the value is there already."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
+    def forward(ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.padding = padding
+        ctx.geometry, ctx.biased = geometry, bias is not None
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return g, None, *_WeightGradient.of(_last(g), x, weight.detach(), ctx.padding), None
+        by_weight, by_bias = _WeightGradient.of(_last(g), x, weight.detach(), ctx.geometry)
+        return g, None, by_weight, by_bias if ctx.biased else None, None
 
 
 class _WeightGradient(_Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(g, x)
-        ctx.padding = padding
+        ctx.geometry = geometry
         if getattr(_known, "weight_gradients", False):
             return torch.zeros_like(weight), weight.new_zeros(len(weight))
-        return _weight_gradient(g, x, weight, padding)
+        return _weight_gradient(g, x, weight, geometry)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, v: Tensor, w: Tensor) -> Any:
         g, x = ctx.saved_tensors
-        by_input = _input_gradient(g, v, ctx.padding, x.shape) if ctx.needs_input_grad[1] else None
-        return torch.conv2d(x, _last(v), w, padding=ctx.padding), by_input, None, None
+        by_input = _input_gradient(g, v, ctx.geometry, x.shape) if ctx.needs_input_grad[1] else None
+        return ctx.geometry.convolve(x, v, w), by_input, None, None
 
 
-def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    _, by_weight, by_bias = _products(g, x, weight, padding, (False, True, True))
+def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    _, by_weight, by_bias = _products(g, x, weight, geometry, (False, True, True))
     return by_weight, by_bias
 
 
-def _input_gradient(g: Tensor, weight: Tensor, padding: int, shape: torch.Size) -> Tensor:
+def _input_gradient(g: Tensor, weight: Tensor, geometry: Geometry, shape: torch.Size) -> Tensor:
     like = torch.empty(shape, dtype=g.dtype, memory_format=torch.channels_last)
-    return _products(g, like, weight, padding, (True, False, False))[0]
+    return _products(g, like, weight, geometry, (True, False, False))[0]
 
 
-def _products(g: Tensor, x: Tensor, weight: Tensor, padding: int, wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    size = [len(weight)]
-    pad, ones, zeros = [padding] * 2, [1, 1], [0, 0]
-    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        g, x, _last(weight), size, ones, pad, ones, False, zeros, 1, wanted
-    )
+def _products(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    how = geometry.stride, geometry.padding, geometry.dilation, False, [0, 0], geometry.groups
+    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, _last(weight), [len(weight)], *how, wanted)
     return found
+
+
+class _Normed(_Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, shortcut: Tensor | None, gamma: Tensor, beta: Tensor, rest: Rest) -> Any:
+        ctx.rest = rest
+        done, mean, rstd = torch.ops.dynafed.normed(z, shortcut, gamma, beta, *rest.numbers, rest.eps)
+        ctx.save_for_backward(z, shortcut, mean, rstd, gamma, beta)
+        return done
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Any:
+        return *_NormedGradient.of(_last(dp), *ctx.saved_tensors, ctx.rest), None
+
+
+class _NormedGradient(_Function):
+    @staticmethod
+    def forward(ctx: Any, dp: Tensor, *given: Any) -> Any:
+        *tensors, ctx.rest = given
+        ctx.save_for_backward(dp, *tensors)
+        dz, dshortcut, dgamma, dbeta = torch.ops.dynafed.normed_gradient(dp, *tensors, *ctx.rest.numbers)
+        return dz, None if tensors[1] is None else dshortcut, dgamma, dbeta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, v: Tensor, t: Tensor | None, u: Tensor, s: Tensor) -> Any:
+        dp, z, shortcut, *rest = ctx.saved_tensors
+        t = None if shortcut is None or t is None else _last(t)
+        by_dp, by_z, by_gamma = torch.ops.dynafed.normed_gradient_gradient(
+            _last(v), t, u, s, dp, z, shortcut, *rest, *ctx.rest.numbers
+        )
+        return by_dp, by_z, None, None, None, by_gamma, None, None
 
 
 class _Pooled(_Function):
@@ -251,7 +356,7 @@ def _first(
     mean, rstd = (x.new_empty(images, len(bias)) for _ in range(2))
     pooled = _empty(images, len(bias), (height + 2 * padding - 2) // 2, (width + 2 * padding - 2) // 2, like=x)
     sizes = _few_sizes(x, bias, padding)
-    _call("first_forward", x, taps, bias, gamma, beta, pooled, mean, rstd, sizes=sizes, eps=eps)
+    _call("first_forward", x, taps, bias, gamma, beta, pooled, mean, rstd, sizes=sizes, reals=(eps,))
     return pooled, mean, rstd
 
 
@@ -305,7 +410,7 @@ def _pooled(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor,
     images, channels, height, width = z.shape
     pooled = _empty(images, channels, height // 2, width // 2, like=z)
     mean, rstd = z.new_empty(images, channels), z.new_empty(images, channels)
-    _call("forward", z, gamma, beta, pooled, mean, rstd, sizes=_sizes(z), eps=eps)
+    _call("forward", z, gamma, beta, pooled, mean, rstd, sizes=_sizes(z), reals=(eps,))
     return pooled, mean, rstd
 
 
@@ -335,8 +440,64 @@ def _pooled_gradient_gradient(
     return by_dp, by_z, by_gamma
 
 
-def _call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], eps: float | None = None) -> None:
-    rest = [ctypes.c_int64(size) for size in sizes] + ([ctypes.c_double(eps)] if eps is not None else [])
+@torch.library.custom_op("dynafed::normed", mutates_args=())
+def _normed(
+    z: Tensor, shortcut: Tensor | None, gamma: Tensor, beta: Tensor, groups: int, pool: int, low: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    images, channels, height, width = z.shape
+    side = 2 if pool else 1
+    done = _empty(images, channels, height // side, width // side, like=z)
+    mean, rstd = z.new_empty(images, channels), z.new_empty(images, channels)
+    sizes = (*_sizes(z), groups, pool)
+    _call("norm_forward", z, shortcut, gamma, beta, done, mean, rstd, sizes=sizes, reals=(low, eps))
+    return done, mean, rstd
+
+
+@torch.library.custom_op("dynafed::normed_gradient", mutates_args=())
+def _normed_gradient(
+    dp: Tensor,
+    z: Tensor,
+    shortcut: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    groups: int,
+    pool: int,
+    low: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dz, dgamma, dbeta = torch.empty_like(z), torch.zeros_like(gamma), torch.zeros_like(beta)
+    dshortcut = z.new_empty(0) if shortcut is None else torch.empty_like(z)
+    given = (dp, z, shortcut, mean, rstd, gamma, beta, dz, None if shortcut is None else dshortcut, dgamma, dbeta)
+    _call("norm_backward", *given, sizes=(*_sizes(z), groups, pool), reals=(low,))
+    return dz, dshortcut, dgamma, dbeta
+
+
+@torch.library.custom_op("dynafed::normed_gradient_gradient", mutates_args=())
+def _normed_gradient_gradient(
+    v: Tensor,
+    t: Tensor | None,
+    u: Tensor,
+    s: Tensor,
+    dp: Tensor,
+    z: Tensor,
+    shortcut: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    groups: int,
+    pool: int,
+    low: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_dp, by_z, by_gamma = torch.empty_like(dp), torch.empty_like(z), torch.zeros_like(gamma)
+    given = (v, t, u, s, dp, z, shortcut, mean, rstd, gamma, beta, by_dp, by_z, by_gamma)
+    _call("norm_twice", *given, sizes=(*_sizes(z), groups, pool), reals=(low,))
+    return by_dp, by_z, by_gamma
+
+
+def _call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], reals: tuple[float, ...] = ()) -> None:
+    rest = [*map(ctypes.c_int64, sizes), *map(ctypes.c_double, reals)]
     kind = next(CPP[tensor.dtype] for tensor in tensors if tensor is not None)
     # A gradient that torch spreads out of a single number has no memory of its own.
     dense = [tensor.contiguous() if tensor is not None and tensor.ndim == 1 else tensor for tensor in tensors]

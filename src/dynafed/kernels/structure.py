@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ BLOCK = (nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.AvgPool2d)
 
 def sequentials(network: nn.Module) -> dict[str, nn.Sequential]:
     """The parts of a network that are plain `nn.Sequential`, by name."""
-    return {name: part for name, part in network.named_modules() if type(part) is nn.Sequential and _is_plain(part)}
+    return {name: part for name, part in network.named_modules() if type(part) is nn.Sequential and is_plain(part)}
 
 
 def conv_blocks(layers: nn.Sequential) -> list[Block]:
@@ -24,10 +26,19 @@ def conv_blocks(layers: nn.Sequential) -> list[Block]:
     return [block for start in range(len(children)) if (block := block_at(children, start)) is not None]
 
 
+def is_covered(network: nn.Module) -> bool:
+    """Whether nothing in it is left for those who look at its graph."""
+    blocks = [block for part in sequentials(network).values() for block in conv_blocks(part)]
+    known = {id(layer) for block in blocks for layer in block}
+    others = (nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+    left = any(isinstance(layer, others) and id(layer) not in known for layer in network.modules())
+    return is_mlp(network) or (bool(blocks) and not left)
+
+
 def block_at(layers: list[nn.Module], start: int) -> Block | None:
     """The block of convolution, instance norm, ReLU and pooling that begins at this layer, if our kernels can do it."""
     part = layers[start : start + len(BLOCK)]
-    if tuple(type(layer) for layer in part) != BLOCK or not all(map(_is_plain, part)):
+    if tuple(type(layer) for layer in part) != BLOCK or not all(map(is_plain, part)):
         return None
     conv, norm, relu, pool = part
     assert isinstance(conv, nn.Conv2d)
@@ -63,11 +74,18 @@ def is_mlp(network: nn.Module) -> bool:
     linear = [layer for layer in chain[::2] if type(layer) is nn.Linear]
     if len(linear) < 2 or len(chain) != 2 * len(linear) - 1 or any(type(layer) is not nn.ReLU for layer in chain[1::2]):
         return False
+    return are_mlp(network, linear)
+
+
+def are_mlp(network: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether these layers, one after the other with ReLUs between them, are all of a network that is trained."""
+    linear = [layer for layer in layers if type(layer) is nn.Linear]
     parameters = list(network.parameters())
+    wanted = [parameter for layer in linear for parameter in (layer.weight, layer.bias)]
     return (
-        len(parameters) == 2 * len(linear)
+        len(linear) == len(layers) > 1
+        and list(map(id, wanted)) == list(map(id, parameters))
         and not any(True for _ in network.buffers())
-        and all(layer.bias is not None for layer in linear)
         and all(p.requires_grad and p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
         and all(layer.out_features % lanes(torch.float32) == 0 for layer in linear[:-1])
     )
@@ -75,7 +93,7 @@ def is_mlp(network: nn.Module) -> bool:
 
 def _chain(module: nn.Module) -> list[nn.Module]:
     """The layers that run one after the other."""
-    if not _is_plain(module):
+    if not is_plain(module):
         return []
     if type(module) is nn.Sequential:
         return [layer for child in module for layer in _chain(child)]
@@ -84,6 +102,6 @@ def _chain(module: nn.Module) -> list[nn.Module]:
     return [module]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether nothing was hooked onto it."""
     return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))

@@ -31,7 +31,7 @@ COMPOSITIONS = [
     "fedgen+abavg",
     "abavg+fedbe+fedavgm",
     "scaffold+dynafed",
-    "fedmix+trimmed-mean+dynafed",
+    "moon+trimmed-mean+dynafed",
     "scaffold+geometric-median",
 ]
 

@@ -360,10 +360,23 @@ def test_the_kernel_refuses_what_it_would_misread() -> None:
     with pytest.raises(ValueError, match="longer"):
         mixed(x, y, order, 2, [{"x": torch.zeros(11), "y": torch.zeros(5)}])
     few = MLPTraining(params, optimizer, loss=replace(kernels.contrast_loss({}, {}, 1.0, 1.0), held=(x[:3], x[:3])))
-    with pytest.raises(ValueError, match="48 features for each of 4 samples"):
+    with pytest.raises(ValueError, match="twice 48 features for each of 4 samples"):
         few(x, y, order, 4)
     single = list(network(sizes=(4, 3)).values())
     with pytest.raises(ValueError, match="one layer has no features"):
         MLPTraining(single, None, loss=kernels.mixture_loss(0.1, True, 4, 3))
+    with pytest.raises(ValueError, match="one layer has no features"):
+        kernels.features(single, torch.zeros(2, 4))
     with pytest.raises(ValueError, match="must have 11 numbers"):
         kernels.features(params, x[:, 1:])
+    with pytest.raises(ValueError, match="in single precision"):
+        kernels.features(params, x.double())
+    with pytest.raises(ValueError, match="in single precision"):
+        kernels.features(list(doubles(network()).values()), x)
+    with pytest.raises(ValueError, match="multiples of 16 units"):
+        kernels.features(list(network(sizes=(4, 12, 3)).values()), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="labels must be whole numbers"):
+        mixed(x, y.float(), order, 4)
+    net = generator.fresh(3, SIZES[-1], 16, SIZES[-2] + 16)
+    with pytest.raises(ValueError, match="generator doesn't fit"):
+        MLPTraining(params, optimizer, loss=kernels.practice_loss(net, 1.0, 1.0, 4, 3))

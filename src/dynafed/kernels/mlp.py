@@ -21,6 +21,7 @@ CONTRAST, MIXTURE, PRACTICE = 1, 2, 3
 """The losses but the plain one."""
 GRADIENT_BATCH = 128
 """Samples at a time in a mean gradient."""
+NO_FEATURES = "a network of one layer has no features"
 
 
 class Drawn(NamedTuple):
@@ -124,7 +125,9 @@ class MLPTraining:
         sizes = _sizes(params)
         self.loss = loss or FusedLoss()
         if self.loss.kind and len(params) < 4:
-            raise ValueError("a network of one layer has no features")
+            raise ValueError(NO_FEATURES)
+        if self.loss.kind == PRACTICE and (self.loss.noise + sizes[-1], sizes[-2]) != _generator_sizes(self.loss):
+            raise ValueError("the generator doesn't fit the network")
         self.function, self.optimizer = function("mlp_train"), optimizer
         self.inputs, self.width = sizes[0], sizes[-2]
         self.grads = [torch.zeros_like(parameter) for parameter in params] if optimizer is None else []
@@ -146,11 +149,12 @@ class MLPTraining:
 
         `drawn` has for each step what the loss wants.
         """
-        if x[0].numel() != self.inputs or not (x.is_contiguous() and y.is_contiguous()):
-            raise ValueError(f"samples must have {self.inputs} numbers and be contiguous")
+        _check_samples(x, self.inputs)
+        if y.dtype != torch.int64 or not y.is_contiguous():
+            raise ValueError("labels must be whole numbers and be contiguous")
         loss, optimizer = self.loss, self.optimizer
-        if loss.kind == CONTRAST and any(tensor.shape != (len(x), self.width) for tensor in self.held):
-            raise ValueError(f"there must be {self.width} features for each of {len(x)} samples")
+        if loss.kind == CONTRAST and [tensor.shape for tensor in self.held] != 2 * [(len(x), self.width)]:
+            raise ValueError(f"there must be twice {self.width} features for each of {len(x)} samples")
         order = np.ascontiguousarray(order, np.int64)
         sizes = [min(batch, len(order) - start) for start in range(0, len(order), batch)]
         tensors = list(self._drawn(drawn, sizes)) if loss.drawn else []
@@ -211,12 +215,23 @@ def mean_gradient(params: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor
 def features(params: Sequence[Tensor], x: Tensor) -> Tensor:
     """What the last layer of the network sees of these samples; the parameters are as above."""
     sizes = _sizes(params)
-    if x[0].numel() != sizes[0] or not x.is_contiguous():
-        raise ValueError(f"samples must have {sizes[0]} numbers and be contiguous")
+    if len(params) < 4:
+        raise ValueError(NO_FEATURES)
+    _check_samples(x, sizes[0])
     found = torch.empty(len(x), sizes[-2])
     count, layers = ctypes.c_int64(len(x)), ctypes.c_int64(len(sizes) - 1)
     function("mlp_features")(address(x), count, layers, sizes, addresses(params), address(found))
     return found
+
+
+def _check_samples(x: Tensor, numbers: int) -> None:
+    if x[0].numel() != numbers or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"samples must have {numbers} numbers in single precision and be contiguous")
+
+
+def _generator_sizes(loss: FusedLoss) -> tuple[int, int]:
+    """Inputs and outputs of the generator in a loss."""
+    return len(loss.held[0]), len(loss.held[-1])
 
 
 def _sizes(params: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
@@ -224,6 +239,10 @@ def _sizes(params: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
     weights = params[::2]
     if not all(weight.t().is_contiguous() for weight in weights):
         raise ValueError("the weights must be column-major")
+    if any(tensor.dtype != torch.float32 for tensor in params):
+        raise ValueError("the parameters must be in single precision")
+    if any(len(weight) % lanes(torch.float32) for weight in weights[:-1]):
+        raise ValueError(f"hidden layers must have multiples of {lanes(torch.float32)} units")
     return (ctypes.c_int64 * (len(weights) + 1))(weights[0].shape[1], *(len(weight) for weight in weights))
 
 

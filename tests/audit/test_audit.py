@@ -44,6 +44,12 @@ def test_copies_are_found_and_fresh_samples_are_not() -> None:
     assert found.difference.low > 0
     assert nothing.p > 0.05
     assert nearness(fresh[:1], labels[:1], (members[:1], labels[:1]), (others, labels), rng) is None
+    assert nearness(fresh * torch.nan, labels, (members, labels), (others, labels), rng) is None
+    copies[5:] = torch.inf
+    few = nearness(copies, labels, (members, labels), (others, labels), rng)
+    assert few is not None
+    assert [number for number, _ in few.nearest] == [0, 3, 1, 4, 2]
+    assert few.p < 0.05
 
 
 def test_who_pulls_where_is_found_by_regression() -> None:
@@ -60,6 +66,15 @@ def test_the_likelihood_ratio_by_hand() -> None:
     scores, seen = np.array([[2.0], [4.0], [-1.0], [1.0]]), np.array([[True], [True], [False], [False]])
     ratio = log_likelihood_ratio(np.array([3.0]), scores, seen)
     assert ratio == pytest.approx([0.5 * 9 / 2])
+
+
+def test_a_network_that_is_all_too_sure_gives_no_nan(run: Path) -> None:
+    audited = subject.load_subject(run)
+    *_, bias = audited.federation.problem.trainable
+    sure = audited.state.model | {bias: torch.tensor([1e6] + [0.0] * (audited.federation.problem.classes - 1))}
+    target = {name: torch.ones_like(tensor) for name, tensor in sure.items()}
+    drawn = inversion.invert(audited, sure, target, torch.zeros(1, dtype=torch.long), np.random.default_rng(0))
+    assert drawn.isfinite().all()
 
 
 def test_a_linear_first_layer_shows_its_input() -> None:

@@ -23,6 +23,7 @@ from dynafed.tree import Tree
 
 ITERATIONS = 300
 RATE = 0.1
+SMALLEST = 1e-30
 
 
 def check_inversion(subject: Subject) -> Finding:
@@ -99,8 +100,9 @@ def invert(subject: Subject, weights: Tree, target: Tree, labels: Tensor, rng: n
         optimizer.zero_grad()
         grads = _gradient(subject, weights, x, labels, create_graph=True)
         dot = torch.stack([(grads[name] * target[name]).sum() for name in target]).sum()
-        norms = [torch.stack([each[name].square().sum() for name in target]).sum().sqrt() for each in (grads, target)]
-        loss = 1 - dot / (norms[0] * norms[1] + 1e-12)
+        squares = [torch.stack([each[name].square().sum() for name in target]).sum() for each in (grads, target)]
+        # Where the network is all too sure, the gradient is 0, and that of its norm isn't a number.
+        loss = 1 - dot / ((squares[0] + SMALLEST).sqrt() * squares[1].sqrt() + 1e-12)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return x.detach()

@@ -38,13 +38,17 @@ class Nearness:
 def nearness(
     x: Tensor, labels: Tensor, members: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], rng: np.random.Generator
 ) -> Nearness | None:
-    """Compare by the Euclidean distance; the p-value is that of shuffling who is a member, class by class."""
+    """Compare by the Euclidean distance; the p-value is that of shuffling who is a member, class by class.
+
+    Samples that aren't finite are left out.
+    """
+    finite = x.flatten(1).isfinite().all(1)
     columns: list[tuple[list[int], Array, Tensor]] = []
     for label in sorted(set(labels.tolist())):
-        mine = [int(number) for number in torch.nonzero(labels == label).flatten()]
+        mine = [int(number) for number in torch.nonzero((labels == label) & finite).flatten()]
         inside, outside = (side[0][side[1] == label] for side in (members, others))
         count = min(len(inside), len(outside), CANDIDATES)
-        if count < 2:
+        if count < 2 or not mine:
             continue
         inside, outside = (side[torch.from_numpy(rng.permutation(len(side))[:count])] for side in (inside, outside))
         pool = torch.cat([inside, outside]).flatten(1)

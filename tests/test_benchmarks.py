@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from bench import growth, machine, rounds, sides, synthesis, table
+from bench import growth, machine, methods, rounds, sides, synthesis, table
 from bench.workloads import W1, W2, toy, write_data
 from peers.matching import peer as matching
 from peers.ours.job import CLEAR, config, replay
@@ -113,3 +113,24 @@ def test_every_point_of_every_axis_is_a_job() -> None:
             assert sizes[{"images": "synthetic"}.get(axis.name, axis.name)] == value
             assert workload.per_round <= workload.clients
     assert synthesis.job(32).width == 32
+
+
+def test_methods_are_measured_in_multiples_of_fedavg(tmp_path: Path) -> None:
+    ratios = methods.arithmetic(W1)
+    assert ratios["scaffold"] == 2
+    assert ratios["moon"] == pytest.approx(1.92, abs=0.01)
+    assert ratios["fedmix"] < methods.SLACK < ratios["fedgen"] < ratios["moon"]
+    sides = [{"variant": name, "best": 0.1, "median": 0.2, "loss": 1.0} for name in methods.VARIANTS]
+    found = {
+        "machine": machine.describe(),
+        "environment": {},
+        "repeats": 5,
+        "sides": sides,
+        "absent": [],
+        "wanted": {"sgd": 1.25, "moon": 1.92},
+        "times_fedavg": {"fedavg": 1.0, "sgd": 1.3, "moon": 1.5},
+    }
+    (tmp_path / "methods.json").write_text(json.dumps(found))
+    page = table.render(tmp_path)
+    assert "| times FedAvg: sgd | at most 1.25 | 1.3 | missed |" in page
+    assert "| times FedAvg: moon | at most 1.92 | 1.5 | reached |" in page

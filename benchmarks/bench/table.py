@@ -132,11 +132,14 @@ def methods(found: Mapping[str, Any]) -> Iterable[str]:
     """A row for each method or optimizer."""
     times = found["times_fedavg"]
     rows = [
-        (name, number(result["best"]), number(times.get(name)), number(result["median"]), number(result["loss"]))
+        (name, number(result["best"]), number(result["median"]), number(times.get(name)), number(result["loss"]))
         for result in found["sides"]
         for name in [result["variant"]]
     ]
-    yield table(("method or optimizer", "s a round, best", "times FedAvg", "median", "loss"), rows)
+    yield table(("method or optimizer", "s a round, best", "median", "times FedAvg", "loss"), rows)
+    goals = [target(f"times FedAvg: {name}", times.get(name), at_most=most) for name, most in found["wanted"].items()]
+    yield "Wanted is at most 1.25, or the ratio of the multiplications where that is more."
+    yield table(("target", "wanted", "measured", ""), goals)
     if found["absent"]:
         yield "Absent: " + "; ".join(f"{entry['side']} ({entry['reason']})" for entry in found["absent"])
 

@@ -207,13 +207,14 @@ float cross_entropy(Layer &last, const Int *y, Int batch) {
     return loss / batch;
 }
 
-// Their logarithms instead of logits.
-void log_softmax(float *logits, Int classes) {
+// The shares of the classes that logits say, which may take their place. Returns what a logit is above the share's
+// logarithm.
+float softmax(const float *logits, Int classes, float *shares) {
     const float top = *std::max_element(logits, logits + classes);
     float sum = 0;
-    for (Int c = 0; c < classes; c++) sum += std::exp(logits[c] - top);
-    const float base = top + std::log(sum);
-    for (Int c = 0; c < classes; c++) logits[c] -= base;
+    for (Int c = 0; c < classes; c++) sum += shares[c] = std::exp(logits[c] - top);
+    for (Int c = 0; c < classes; c++) shares[c] /= sum;
+    return top + std::log(sum);
 }
 
 float dot(const float *a, const float *b, Int count) {
@@ -303,16 +304,15 @@ struct Loss {
         const Int classes = last.out, behind = batch * last.padded;
         float loss = 0;
         for (Int s = 0; s < batch; s++) {
-            float *logs = &last.result[s * last.padded], *delta = &last.delta[s * last.padded];
-            const float *slopes = logs + behind;
-            log_softmax(logs, classes);
+            float *delta = &last.delta[s * last.padded];
+            const float *logits = &last.result[s * last.padded], *slopes = logits + behind;
+            const float base = softmax(logits, classes, delta);
             float total = 0, own = 0, mean = 0;
             for (Int c = 0; c < classes; c++) {
-                total += shares[c], own -= shares[c] * logs[c];
-                delta[c] = std::exp(logs[c]);
+                total += shares[c], own += shares[c] * (base - logits[c]);
                 if (second) mean += delta[c] * slopes[c];
             }
-            loss += ratio * own - (1 - ratio) * logs[y[s]] + (second ? ratio * (mean - slopes[y[s]]) : 0);
+            loss += ratio * own + (1 - ratio) * (base - logits[y[s]]) + (second ? ratio * (mean - slopes[y[s]]) : 0);
             for (Int c = 0; c < classes; c++) {
                 const float p = delta[c], wrong = p - (c == y[s]);
                 delta[c] = ((1 - ratio) * wrong + ratio * (total * p - shares[c])) / batch;
@@ -341,25 +341,24 @@ struct Loss {
 
     // FedGen's: what the head makes of features generated for the samples' labels is wanted of the samples, too; and those
     // generated for other labels, which lie behind the samples' own, shall be given these. `said` has the logits of all.
-    float practice(Layer &last, const Int *y, Int batch, const Int *labels, float *said) const {
+    float practice(Layer &last, const Int *y, Int batch, const Int *labels, const float *said) const {
         const Int classes = last.out, padded = last.padded;
+        std::vector<float> found(classes), wanted(classes);
         float wrong = 0, apart = 0, loss = cross_entropy(last, y, batch);
         for (Int s = 0; s < batch; s++, said += padded) {
-            float *logs = &last.result[s * padded], *delta = &last.delta[s * padded];
-            log_softmax(logs, classes);
-            log_softmax(said, classes);
+            const float *logits = &last.result[s * padded];
+            float *delta = &last.delta[s * padded];
+            const float base = softmax(logits, classes, &found[0]) - softmax(said, classes, &wanted[0]);
             for (Int c = 0; c < classes; c++) {
-                const float wanted = std::exp(said[c]);
-                apart += wanted * (said[c] - logs[c]);
-                delta[c] += float(second) * (std::exp(logs[c]) - wanted) / batch;
+                apart += wanted[c] * (said[c] - logits[c] + base);
+                delta[c] += float(second) * (found[c] - wanted[c]) / batch;
             }
         }
         for (Int s = 0; s < drawn_rows; s++, said += padded) {
             float *delta = &last.delta[(batch + s) * padded];
-            log_softmax(said, classes);
-            wrong -= said[labels[s]];
+            wrong += softmax(said, classes, delta) - said[labels[s]];
             for (Int c = 0; c < classes; c++)
-                delta[c] = float(first) * (std::exp(said[c]) - (c == labels[s])) / drawn_rows;
+                delta[c] = float(first) * (delta[c] - (c == labels[s])) / drawn_rows;
             std::fill(delta + classes, delta + padded, 0.f);
         }
         return loss + float(first) * wrong / drawn_rows + float(second) * apart / batch;
@@ -510,9 +509,9 @@ extern "C" void generator_train(const void *const *drawn, Int steps, Int batch, 
             float *row = &logits[s * columns];
             for (Int k = 0; k < heads; k++, row += classes) {
                 const float weight = trust[k * classes + labels[s]] / batch;
-                log_softmax(row, classes);
-                wrong -= weight * row[labels[s]];
-                for (Int c = 0; c < classes; c++) row[c] = weight * (std::exp(row[c]) - (c == labels[s]));
+                const float right = row[labels[s]];
+                wrong += weight * (softmax(row, classes, row) - right);
+                for (Int c = 0; c < classes; c++) row[c] = weight * (row[c] - (c == labels[s]));
             }
             std::fill(row, &logits[0] + (s + 1) * columns, 0.f);
         }

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", default=DEFAULT, choices=(*SECTIONS, "table"), metavar="section")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
     parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
-    parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w3, to scale it down")
+    parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w5, to scale it down")
     parser.add_argument(
         "--variants-of", choices=WORKLOADS, help="take each side only in the variant that was fastest in that section"
     )

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from bench import growth, machine, methods, rounds, sides, synthesis, table
-from bench.workloads import W1, W2, toy, write_data
+from bench.workloads import W1, W2, W4, W5, toy, write_data
 from peers.matching import peer as matching
 from peers.ours.job import CLEAR, config, replay
 from peers.protocol import Workload
@@ -31,7 +31,7 @@ def test_everybody_trains_the_same_network(workload: Workload) -> None:
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("workload", [toy(W1), toy(W2)], ids=["mlp", "convnet"])
+@pytest.mark.parametrize("workload", [toy(W1), toy(W2), toy(W4), toy(W5)], ids=lambda workload: workload.model)
 def test_a_client_of_ours_does_the_steps_that_we_claim(workload: Workload) -> None:
     seen = replay(workload)
     assert seen.steps == workload.steps

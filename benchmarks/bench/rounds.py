@@ -1,4 +1,4 @@
-"""W1, W2 and W3: seconds for a round of federated averaging, ours against everybody's, all on the same work."""
+"""W1 to W5: seconds for a round of federated averaging, ours against everybody's, all on the same work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.workloads import write_data
 
 CORES = os.cpu_count() or 1
 """Every side that can use all of them does so in one of its variants."""
-WARM_UP = {"w1": 16, "w3": 1}
-"""Rounds that don't count; on W1, that is when ours has seen enough steps of both batch sizes to record them."""
+WARM_UP = {"w1": 16, "w3": 1, "w4": 18, "w5": 18}
+"""Rounds that don't count; on W1, W4 and W5, until ours has seen enough steps of both batch sizes to record them."""
 
 
 def _threads(name: str, what: str = "", **options: Any) -> list[Side]:

@@ -11,7 +11,9 @@ from peers.protocol import Workload
 W1 = Workload("w1", "mlp", 128, (784,), clients=80, per_round=32, samples=750)
 W2 = Workload("w2", "convnet", 64, (3, 32, 32), clients=40, per_round=16, samples=128)
 W3 = Workload("w3", "convnet", 128, (3, 32, 32), clients=80, per_round=32, samples=625)
-WORKLOADS = {workload.name: workload for workload in (W1, W2, W3)}
+W4 = Workload("w4", "own", 32, (3, 32, 32), clients=40, per_round=16, samples=500)
+W5 = Workload("w5", "resnet8", 16, (3, 32, 32), clients=40, per_round=16, samples=500)
+WORKLOADS = {workload.name: workload for workload in (W1, W2, W3, W4, W5)}
 
 
 def toy(workload: Workload) -> Workload:

@@ -37,7 +37,8 @@ class Workload:
 
     name: str
     model: str
-    """`mlp` with two hidden layers, or `convnet` with three blocks and instance norm."""
+    """`mlp` with two hidden layers, `convnet` with three blocks and instance norm; and what a user may bring: `own`, an
+    `nn.Sequential` of blocks with group norm and max pooling, or `resnet8`."""
     width: int
     shape: tuple[int, ...]
     clients: int

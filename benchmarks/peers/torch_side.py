@@ -15,8 +15,12 @@ from peers.protocol import SAMPLES_FOR_LOSS, Task, Workload
 
 
 def network(workload: Workload) -> nn.Module:
-    """The workload's network, with the same layers as `dynafed.models` builds."""
+    """The workload's network; MLP and ConvNet with the same layers as `dynafed.models` builds."""
     torch.manual_seed(0)
+    if workload.model == "own":
+        return own_network(workload)
+    if workload.model == "resnet8":
+        return ResNet8(workload)
     layers: list[nn.Module]
     if workload.model == "mlp":
         sizes = [int(np.prod(workload.shape)), workload.width, workload.width]
@@ -38,6 +42,57 @@ def network(workload: Workload) -> nn.Module:
         layers.append(nn.Flatten())
         features = channels * side * side
     return nn.Sequential(*layers, nn.Linear(features, workload.classes))
+
+
+def own_network(workload: Workload) -> nn.Module:
+    """What a user may write down."""
+    channels, side, _ = workload.shape
+    layers: list[nn.Module] = []
+    for width in (workload.width, 2 * workload.width, 2 * workload.width):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.GroupNorm(4, width), nn.ReLU(), nn.MaxPool2d(2)]
+        channels, side = width, side // 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side * side, workload.classes))
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(8, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        out = F.relu(self.norm1(self.conv1(x)))
+        out = self.norm2(self.conv2(out))
+        out += self.shortcut(x)
+        return F.relu(out)
+
+
+class ResNet8(nn.Module):
+    """Three residual blocks, as it is usually written."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        width = workload.width
+        self.conv = nn.Conv2d(workload.shape[0], width, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(8, width)
+        self.blocks = nn.Sequential(
+            Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
+        )
+        self.head = nn.Linear(4 * width, workload.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch."""
+        x = self.blocks(F.relu(self.norm(self.conv(x))))
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
 
 
 def tensors(task: Task) -> tuple[Tensor, Tensor]:

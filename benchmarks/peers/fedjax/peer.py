@@ -32,6 +32,8 @@ def forward(workload: Workload) -> Any:
 def main() -> None:
     turns = Turns()
     workload, options = turns.task.workload, turns.task.options
+    if workload.model not in ("mlp", "convnet"):
+        raise SystemExit(f"the network {workload.model} isn't written in haiku")
     if options["backend"] == "pmap":
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={os.cpu_count()}"
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -22,14 +22,17 @@ from peers.torch_side import network, parameters
 def products(module: nn.Module, x: Tensor) -> list[Callable[[], object]]:
     """The forward and backward products of a network's layers for one batch, each as a call without arguments."""
     calls: list[Callable[[], object]] = []
-    first = True
-    for layer in module.children():
+
+    def note(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         if isinstance(layer, nn.Linear):
-            calls += _linear(layer, x.flatten(1).contiguous(), first)
+            calls.extend(_linear(layer, given[0].contiguous(), not calls))
         elif isinstance(layer, nn.Conv2d):
-            calls += _convolution(layer, x, first)
-        first = first and not isinstance(layer, nn.Linear | nn.Conv2d)
-        x = layer(x)
+            calls.extend(_convolution(layer, given[0], out, not calls))
+
+    hooks = [layer.register_forward_hook(note) for layer in module.modules()]
+    module(x)
+    for hook in hooks:
+        hook.remove()
     return calls
 
 
@@ -41,13 +44,13 @@ def _linear(layer: nn.Linear, x: Tensor, first: bool) -> list[Callable[[], objec
     return calls if first else [*calls, lambda: torch.mm(out, w.t(), out=dx)]
 
 
-def _convolution(layer: nn.Conv2d, x: Tensor, first: bool) -> list[Callable[[], object]]:
+def _convolution(layer: nn.Conv2d, x: Tensor, out: Tensor, first: bool) -> list[Callable[[], object]]:
     w, ones, zeros = layer.weight, (1, 1), (0, 0)
-    out = layer(x)
+    stride, padding = layer.stride, layer.padding
     wanted = (not first, True, False)
     return [
-        lambda: torch.conv2d(x, w, padding=1),
-        lambda: torch.ops.aten.convolution_backward(out, x, w, None, ones, ones, ones, False, zeros, 1, wanted),
+        lambda: torch.conv2d(x, w, stride=stride, padding=padding),
+        lambda: torch.ops.aten.convolution_backward(out, x, w, None, stride, padding, ones, False, zeros, 1, wanted),
     ]
 
 

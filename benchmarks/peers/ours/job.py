@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dynafed import models
 from dynafed.engine.federation import Federation
 from dynafed.execution import single_thread
 from peers.protocol import Workload
+from peers.torch_side import network, parameters
 
 CLEAR = 5.0
 """The engine's client must be so many times closer to the plain loop than that was one step before its end."""
@@ -27,10 +30,10 @@ because rounding opens and closes ReLUs, and a step is 5 %."""
 
 def config(workload: Workload, **more: Any) -> dynafed.Config:
     """The workload as a config; everything that it doesn't decide is left as it is by default."""
+    built_in = {"model": workload.model, f"{workload.model}.width": workload.width}
     settings = {
         "method": "fedavg",
-        "model": workload.model,
-        f"{workload.model}.width": workload.width,
+        **({} if factory(workload) else built_in),
         "clients": workload.clients,
         "clients_per_round": workload.per_round,
         "batch_size": workload.batch,
@@ -38,6 +41,11 @@ def config(workload: Workload, **more: Any) -> dynafed.Config:
         "lr": workload.lr,
     }
     return dynafed.Config.load(None, settings | more)
+
+
+def factory(workload: Workload) -> Callable[[], nn.Module] | None:
+    """What makes the network, if it is one that a user brings."""
+    return partial(network, workload) if workload.model in ("own", "resnet8") else None
 
 
 @dataclass(frozen=True)
@@ -61,17 +69,22 @@ def replay(workload: Workload) -> Replay:
     y = torch.randint(workload.classes, (workload.samples,), generator=rng)
     y[-1] = workload.classes - 1
     job = config(workload, clients=1, clients_per_round=1, rounds=1, kernels="own")
-    given: dict[str, Any] = {"train": (x, y), "test": (x[-1:], y[-1:]), "clients": [range(workload.samples)]}
+    given: dict[str, Any] = {
+        "model": factory(workload),
+        "train": (x, y),
+        "test": (x[-1:], y[-1:]),
+        "clients": [range(workload.samples)],
+    }
     federation = Federation.create(job.replace(kernels="torch"), **given)
-    network = federation.problem.model.double().train()
-    optimizer = torch.optim.Adam(network.parameters(), workload.lr)
+    plain = federation.problem.model.double().train()
+    optimizer = torch.optim.Adam(plain.parameters(), workload.lr)
     order = torch.from_numpy(federation.problem.seeds.rng("batches", 1, 0).permutation(workload.samples))
-    path = [weights(network)]
+    path = [weights(plain)]
     for index in order.split(workload.batch):
         optimizer.zero_grad()
-        F.cross_entropy(network(x[index].double()), y[index]).backward()
+        F.cross_entropy(plain(x[index].double()), y[index]).backward()
         optimizer.step()
-        path.append(weights(network))
+        path.append(weights(plain))
     with tempfile.TemporaryDirectory() as folder:
         ours = weights(dynafed.run(job, out=Path(folder) / "run", **given).model)
     way = (path[-1] - path[0]).norm()
@@ -89,10 +102,9 @@ def weights(module: nn.Module) -> Tensor:
 
 def proven_steps(workload: Workload) -> tuple[int, int]:
     """How many optimizer steps a client of the engine does, and the number of parameters."""
-    proven = replace(workload, width=min(workload.width, PROVEN)) if workload.model == "convnet" else workload
+    proven = replace(workload, width=min(workload.width, PROVEN)) if workload.model != "mlp" else workload
     with single_thread():  # as the engine's workers; two would round otherwise
         seen = replay(proven)
     if seen.apart * CLEAR > seen.one_step:
         raise AssertionError(f"the engine's client is not {seen.steps} steps of Adam: {seen}")
-    network = models.build(config(workload), workload.shape, workload.classes)
-    return seen.steps, sum(parameter.numel() for parameter in network.parameters())
+    return seen.steps, parameters(models.build(config(workload), workload.shape, workload.classes, factory(workload)))

@@ -11,7 +11,7 @@ import numpy as np
 
 import dynafed
 from dynafed.callbacks import Callback, Record, RunContext
-from peers.ours.job import config, proven_steps
+from peers.ours.job import config, factory, proven_steps
 from peers.protocol import SAMPLES_FOR_LOSS, Turns
 
 FOREVER = 10**9
@@ -45,6 +45,7 @@ def main() -> None:
         turns.start()
         dynafed.run(
             settings,
+            model=factory(workload),
             train=(x, y),
             test=(x[few], y[few]),
             clients=everyone,

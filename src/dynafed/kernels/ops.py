@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dynafed.kernels.build import CPP, address, function
+from dynafed.kernels.build import CPP, address, function, lanes
 
 CPU = torch.device("cpu")
 FEW = (1, 3)
@@ -42,7 +42,8 @@ def block(
     x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float = 1e-5
 ) -> Tensor:
     """A 3x3 convolution of stride 1, instance norm, ReLU and 2x2 average pooling."""
-    if any((side + 2 * padding) % 2 for side in x.shape[2:]):
+    known = x.ndim == 4 and _are_lanes(x, weight, bias, gamma, beta)
+    if not known or any(side < 4 or side % 2 for side in (side + 2 * padding for side in x.shape[2:])):
         z = convolution(x, weight, bias, Geometry((padding, padding)))
         return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
     if x.shape[1] in FEW:
@@ -67,6 +68,8 @@ class Geometry:
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """A convolution."""
+    if x.ndim != 4:
+        return torch.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     # Two nodes, so that the gradient by the input is only computed where somebody asks for it.
     x = _last(x)
     out = _ByInput.of(x, weight.detach(), None if bias is None else bias.detach(), geometry, lambda: weight)
@@ -133,8 +136,21 @@ class Rest:
 
 def norm_relu_pool(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """Instance norm, ReLU and 2x2 average pooling."""
+    if z.ndim != 4 or not _are_lanes(z, gamma, beta) or min(z.shape[2:]) == 0 or any(side % 2 for side in z.shape[2:]):
+        return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
     pooled: Tensor = _Pooled.of(_last(z), gamma, beta, eps)
     return pooled
+
+
+def _are_lanes(x: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels of whole blocks can take them: of one type, with whole vectors of channels."""
+    same = all(other.dtype == x.dtype and other.device == x.device == CPU for other in others)
+    return (
+        same
+        and x.dtype in CPP
+        and all(len(other) == len(others[0]) for other in others)
+        and (len(others[0]) % lanes(x.dtype) == 0)
+    )
 
 
 class _Function(torch.autograd.Function):

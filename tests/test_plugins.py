@@ -137,15 +137,18 @@ def test_a_registry_imports_when_asked_and_says_what_it_doesn_t_know() -> None:
     assert "one" not in registry
 
 
-def test_a_file_in_the_current_folder_is_imported_only_if_it_is_asked_for(tmp_path: Path) -> None:
+CODE = "import sys; sys.path.pop(0); from dynafed.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("start", [["-c", CODE], ["-m", "dynafed"]], ids=["dynafed", "python -m"])
+def test_a_file_in_the_current_folder_is_imported_only_if_it_is_asked_for(tmp_path: Path, start: list[str]) -> None:
     (tmp_path / "secrets.py").write_text("raise SystemExit('it ran')")
     (tmp_path / "mine.py").write_text("from torch import nn\ndef net(shape, classes): return nn.Linear(5, classes)\n")
     environment = os.environ | {"PYTHONPATH": str(OUTSIDE)}
-    code = "import sys; sys.path.pop(0); from dynafed.cli import main; sys.exit(main(sys.argv[1:]))"
     flags = ["-s", "dataset=clouds", "-s", "clients=3", "-s", "rounds=1", "-s", "model=mine:net", "-s", "workers=1"]
     (tmp_path / "empty.toml").touch()
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", "empty.toml", "--out", "r", *flags],
+        [sys.executable, *start, "run", "empty.toml", "--out", "r", *flags],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

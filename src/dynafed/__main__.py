@@ -18,4 +18,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, with python -m: what lies around here isn't to be imported
     sys.exit(main())

@@ -187,7 +187,10 @@ def build(config: Config, shape: Shape, classes: int, factory: Factory | None = 
     if not isinstance(spec, ModelSpec):
         return from_factory(spec, shape, classes, config.model)
     settings = config.section(spec.section, spec.Settings) if spec.Settings else None
-    return spec.build(shape, classes, settings)
+    try:
+        return spec.build(shape, classes, settings)
+    except (RuntimeError, MemoryError, OverflowError) as error:  # settings that no memory is large enough for
+        raise UserError(f"model = '{config.model}' can't be made with these settings: {first_line(error)}") from None
 
 
 def from_factory(factory: Factory, shape: Shape, classes: int, name: str = "") -> nn.Module:

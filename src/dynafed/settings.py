@@ -25,6 +25,10 @@ ALMOST_EQUAL = 0.9
 """The same for names that come before those with the same words."""
 
 
+LARGEST_INT = 2**62
+"""Whole numbers beyond fit into no tensor."""
+
+
 def setting(
     default: Any,
     doc: str,
@@ -128,6 +132,8 @@ def _checked(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> Any:
         value = "nan"  # TOML takes the bare word for a number
     if type(value) is not kind:
         raise UserError(f"{name} = {value!r} must be {_ARTICLES[kind]}, not {type(value).__name__}")
+    if kind is int and abs(value) > LARGEST_INT:
+        raise UserError(f"{name} is too large a number")
     if kind is float and not math.isfinite(value):
         raise UserError(f"{name} = {value!r} must be finite")
     if (choices := rule["choices"]) is not None and value not in choices:

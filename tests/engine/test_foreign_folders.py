@@ -221,6 +221,11 @@ def test_config_bombs_and_absurd_numbers_are_one_line(tmp_path: Path) -> None:
     for key in ("threads", "workers"):
         with pytest.raises(UserError, match=f"{key} = 1000000 must be at most"):
             tiny(**{key: 1_000_000})
+    with pytest.raises(UserError, match="batch_size is too large a number"):
+        tiny(batch_size=10**23)
+    with pytest.raises(UserError, match=r"model = 'mlp' can't be made with these settings: .*memory") as raised:
+        run_tiny(tmp_path / "r", mlp__width=10**11)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import dynafed
 from dynafed import Config, execution, kernels, tracing
 from dynafed.engine.federation import Federation
+from dynafed.engine.files import has_locks, lock_folder
 from dynafed.kernels import blocks, build, ops
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
@@ -265,6 +266,17 @@ def test_a_compiler_that_fails_is_no_catastrophe(
     assert build.library() is None
     assert "don't compile here" in caplog.text
     assert not list(cache.glob("*"))
+
+
+@pytest.mark.skipif(not has_locks(), reason="needs locks")
+def test_the_folder_of_a_killed_compilation_goes_with_the_next_and_that_of_another_stays(tmp_path: Path) -> None:
+    killed, at_work, new = (tmp_path / f"{build.WORK}{name}" for name in ("killed", "at-work", "new"))
+    for folder in (killed, at_work, new):
+        folder.mkdir()
+    (killed / ".lock").touch()
+    with lock_folder(at_work):
+        build._remove_leftovers(tmp_path)
+    assert {folder.name for folder in tmp_path.iterdir()} == {at_work.name, new.name}
 
 
 @needs_compiler

@@ -24,7 +24,7 @@ from dynafed.cli import (
     verify,
     watch,
 )
-from dynafed.cli.common import log_to_stderr
+from dynafed.cli.common import MOST_CHARACTERS, log_to_stderr
 from dynafed.errors import RunFailed, UserError, printable
 
 GROUPS = (
@@ -34,10 +34,6 @@ GROUPS = (
 """Modules with a function `register(commands)`, which adds their commands; in the order of `dynafed --help`."""
 
 
-MOST = 2000
-"""Characters of an error; values from a file may be long."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
     args = make_parser().parse_args(arguments)
@@ -45,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.command(args)
     except UserError as error:
-        print(f"dynafed: {printable(str(error), MOST)}", file=sys.stderr)
+        print(f"dynafed: {printable(str(error), MOST_CHARACTERS)}", file=sys.stderr)
         return 2
     except RunFailed as error:
-        print(f"dynafed: {printable(str(error), MOST)}", file=sys.stderr)
+        print(f"dynafed: {printable(str(error), MOST_CHARACTERS)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:
         print(f"dynafed: {stopped.args[0] if stopped.args else 'interrupted'}", file=sys.stderr)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from dynafed.errors import UserError
+from dynafed.errors import UserError, printable
 
 if TYPE_CHECKING:
     from dynafed.config import Config
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What commands are added to."""
+
+MOST_CHARACTERS = 2000
+"""Of a cell, or of an error: what a file says may be long."""
 
 out, err = (Console(stderr=to_err, soft_wrap=True, emoji=False, markup=False) for to_err in (False, True))
 
@@ -158,5 +161,7 @@ def print_rows(rows: Any, as_json: bool, columns: Sequence[str] = ()) -> None:
     for column in columns:
         table.add_column(column, no_wrap=column == columns[0])
     for row in rows:
-        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+        table.add_row(
+            *("" if row[column] is None else printable(str(row[column]), MOST_CHARACTERS) for column in columns)
+        )
     out.print(table)

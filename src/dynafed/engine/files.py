@@ -52,9 +52,14 @@ def lock_folder(folder: Path, patience: float = 3.0, name: str = ".lock") -> Ite
                         f"{folder} is being written to by another process: wait for it, or end it"
                     ) from None
                 time.sleep(0.05)
-        if fcntl is not None:
+        if has_locks():
             _remove_leftovers(folder)
         yield
+
+
+def has_locks() -> bool:
+    """Whether `lock_folder` keeps others out on this system."""
+    return fcntl is not None
 
 
 def is_locked(folder: Path) -> bool:

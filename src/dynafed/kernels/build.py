@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from dynafed.config import cache_folder, compiler_name
+from dynafed.engine.files import has_locks, lock_folder
+from dynafed.errors import UserError
 from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
@@ -30,7 +33,7 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 120
 DIGEST_SIZE = 16
 WORK, LEFTOVER_SECONDS = "compiling-", 3600.0
-"""The folders in which it is compiled, and the age from which nobody can be at work in one."""
+"""The folders in which it is compiled, and the age from which nobody can be at work in one that has no lock."""
 CPP = {torch.float32: "float", torch.float64: "double"}
 """What the kernels compute with."""
 
@@ -88,7 +91,7 @@ def _compiled(compiler: str) -> Path:
         raise PermissionError(f"others can write to {folder}")
     if not (_is_whole(target) and _nobody_else_writes(target)):
         _remove_leftovers(folder)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=WORK) as work:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=WORK) as work, lock_folder(Path(work)):
             made = Path(work) / "kernels.so"
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
@@ -133,10 +136,13 @@ def _run(command: list[str], folder: str | None = None) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what compilations left that were killed long ago."""
+    """Delete what compilations left that were killed: whoever is at work in a folder has its lock."""
     for work in folder.glob(f"{WORK}*"):
-        if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
-            shutil.rmtree(work, ignore_errors=True)
+        with suppress(UserError, OSError):
+            old = time.time() - work.stat().st_mtime > LEFTOVER_SECONDS
+            if old or (has_locks() and (work / ".lock").exists()):
+                with lock_folder(work, patience=0):
+                    shutil.rmtree(work, ignore_errors=True)
 
 
 def _nobody_else_writes(path: Path) -> bool:

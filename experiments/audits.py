@@ -24,14 +24,14 @@ from dynafed.engine.grid import Cell, run_cells
 DEMO: dict[str, Any] = {"method": "dynafed+average", "rounds": 30, "alpha": 0.1}
 MANY: dict[str, Any] = COMMON | PROBLEMS["1000 clients"] | {"method": "dynafed+average"}
 PRIVATE: dict[str, Any] = {"dp.epsilon": 8.0}
-CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    # preset, changes, shadow runs
-    "cpu-fmnist-mlp": ("cpu-fmnist-mlp", {}, 2),
-    "cpu-fmnist-mlp, epsilon 8": ("cpu-fmnist-mlp", PRIVATE, 2),
-    "demo": ("demo", DEMO, 4),
-    "demo, epsilon 8": ("demo", DEMO | PRIVATE, 4),
-    "1000 clients": ("demo", MANY, 2),
-    "1000 clients, epsilon 8": ("demo", MANY | PRIVATE | {"dp.clip": CLIP["1000 clients"]}, 2),
+CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    # preset, changes, shadow runs, canaries
+    "demo": ("demo", DEMO, 4, 10),
+    "demo, epsilon 8": ("demo", DEMO | PRIVATE, 4, 10),
+    "cpu-fmnist-mlp": ("cpu-fmnist-mlp", {}, 2, 10),
+    "cpu-fmnist-mlp, epsilon 8": ("cpu-fmnist-mlp", PRIVATE, 2, 10),
+    "1000 clients": ("demo", MANY, 0, 10),
+    "1000 clients, epsilon 8": ("demo", MANY | PRIVATE | {"dp.clip": CLIP["1000 clients"]}, 0, 0),
 }
 MODELS = ("the average", "the refined model", "a network trained on D_syn alone", "the final model")
 
@@ -39,7 +39,7 @@ MODELS = ("the average", "the refined model", "a network trained on D_syn alone"
 def main(folder: Path, out: Path) -> None:
     """Run and audit what isn't done; write every audit as soon as it is there."""
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    for name, (preset, changes, shadows) in CASES.items():
+    for name, (preset, changes, shadows, canaries) in CASES.items():
         if name in found:
             continue
         config = Config.load(preset, {"workers": 1, "dynafed.evidence": False} | changes)
@@ -47,7 +47,7 @@ def main(folder: Path, out: Path) -> None:
         ((_, summary),) = run_cells([Cell(name, config, path)])
         assert isinstance(summary, dict)
         kept = {key: summary[key] for key in ("final_accuracy", "epsilon") if key in summary}
-        found[name] = kept | audit(path, shadows=shadows).numbers
+        found[name] = kept | audit(path, shadows=shadows, canaries=canaries).numbers
         print(name, json.dumps(found[name]), flush=True)
         out.write_text(json.dumps({each: found[each] for each in CASES if each in found}, indent=1) + "\n")
 

@@ -40,8 +40,6 @@ FLIP: dict[str, Any] = {"attack.kind": "sign-flip", "attack.share": 0.3}
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "30 % in rounds 1 to 15": (FLIP | {"attack.rounds": [1, 15]}, (*FIRST, "median+dynafed")),
     "30 % in rounds 5 to 8": (FLIP | {"attack.rounds": [5, 8]}, (*FIRST, "dynafed, opposing steps out")),
-    "10 % in all rounds": (FLIP | {"attack.share": 0.1}, ("dynafed", "dynafed, restarting")),
-    "nobody": ({}, ("dynafed", "dynafed, restarting")),
 }
 
 

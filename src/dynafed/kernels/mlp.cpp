@@ -104,7 +104,8 @@ struct Optimizer {
                 p[i] -= by * m[i];
             }
         else if (kind == SGD)
-            for (Int i = 0; i < count; i++) p[i] -= by * corrected(g[i], p[i], pulled ? reference[i] : 0, shifted ? shift[i] : 0);
+            for (Int i = 0; i < count; i++)
+                p[i] -= by * corrected(g[i], p[i], pulled ? reference[i] : 0, shifted ? shift[i] : 0);
         else
             for (Int i = 0; i < count; i++) m[i] += by * g[i];
     }

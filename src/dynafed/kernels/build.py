@@ -30,7 +30,7 @@ log = logging.getLogger("dynafed")
 
 SOURCES = ("convnet.cpp", "mlp.cpp", "norm.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
-TIMEOUT = 120
+TIMEOUT = 300
 DIGEST_SIZE = 16
 WORK, LEFTOVER_SECONDS = "compiling-", 3600.0
 """The folders in which it is compiled, and the age from which nobody can be at work in one that has no lock."""

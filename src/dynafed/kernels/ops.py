@@ -202,30 +202,33 @@ class _ByWeight(_Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        by_weight, by_bias = _WeightGradient.of(_last(g), x, weight.detach(), ctx.geometry)
-        return g, None, by_weight, by_bias if ctx.biased else None, None
+        return g, None, *_WeightGradient.of(_last(g), x, weight.detach(), ctx.geometry, ctx.biased), None
 
 
 class _WeightGradient(_Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, biased: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(g, x)
-        ctx.geometry = geometry
+        ctx.geometry, ctx.biased = geometry, biased
         if getattr(_known, "weight_gradients", False):
-            return torch.zeros_like(weight), weight.new_zeros(len(weight))
-        return _weight_gradient(g, x, weight, geometry)
+            return torch.zeros_like(weight), weight.new_zeros(len(weight)) if biased else None
+        return _weight_gradient(g, x, weight, geometry, biased)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, v: Tensor, w: Tensor) -> Any:
+    def backward(ctx: Any, v: Tensor, w: Tensor | None) -> Any:
         g, x = ctx.saved_tensors
         by_input = _input_gradient(g, v, ctx.geometry, x.shape) if ctx.needs_input_grad[1] else None
-        return ctx.geometry.convolve(x, v, w), by_input, None, None
+        return ctx.geometry.convolve(x, v, w if ctx.biased else None), by_input, None, None, None
 
 
-def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    _, by_weight, by_bias = _products(g, x, weight, geometry, (False, True, True))
-    return by_weight, by_bias
+def _weight_gradient(
+    g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, biased: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    _, by_weight, by_bias = _products(g, x, weight, geometry, (False, True, biased))
+    return by_weight, by_bias if biased else None
 
 
 def _input_gradient(g: Tensor, weight: Tensor, geometry: Geometry, shape: torch.Size) -> Tensor:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dynafed")
 
 MIN_KERNEL_WORK = 3_000_000
-"""Samples, for convolutions times their channels, from which our kernels are worth their compilation: that takes five to
-ten seconds, and without them so many samples take 45 longer in one process, 6 in each of eight."""
+"""Samples, for convolutions times their channels, from which our kernels are worth their compilation: that takes five
+to ten seconds, and without them so many samples take 45 longer in one process, 6 in each of eight."""
 MIN_TRACED_STEPS = 3 * CALLS_BEFORE_FIRST
 """Steps in a process from which tracing them is worth its second: it begins late, and a step saves half a ms."""
 MAX_CHUNK = 75

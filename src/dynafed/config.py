@@ -99,7 +99,10 @@ class Config:
         0.0, "the largest norm of a client's change of the model (0: 100 times the median of the last rounds)", low=0
     )
     max_failed_rounds: int = setting(
-        20, "the run ends after so many failed rounds in a row (0: never)", low=0, execution=True
+        20,
+        "the run fails after so many failed rounds in a row, or if all of its rounds failed (0: never)",
+        low=0,
+        execution=True,
     )
 
     update_transforms: tuple[str, ...] = setting((), "what changes a client's update before it is sent, in this order")

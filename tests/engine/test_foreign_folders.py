@@ -200,7 +200,8 @@ def test_no_file_holds_nan(tmp_path: Path) -> None:
     def refuse(name: str) -> Any:
         raise AssertionError(name)
 
-    result = run_tiny(tmp_path / "r", lr=1e30, optimizer="sgd", rounds=2, large_updates="accept", max_repeats=0)
+    wild = {"lr": 1e30, "large_updates": "accept", "max_repeats": 0, "max_failed_rounds": 0}
+    result = run_tiny(tmp_path / "r", optimizer="sgd", rounds=2, **wild)
     for file in ("metrics.jsonl", "summary.json"):
         for line in (tmp_path / "r" / file).read_text().split("\n}\n" if file == "summary.json" else "\n"):
             if line.strip():

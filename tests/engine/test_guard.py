@@ -167,7 +167,7 @@ def test_honest_runs_do_not_meet_the_guard(tmp_path: Path) -> None:
 
 
 def test_a_server_step_that_is_absurd_is_taken_back(tmp_path: Path) -> None:
-    result = run_tiny(tmp_path / "r", method="fedadam", fedadam__lr=1e20)
+    result = run_tiny(tmp_path / "r", method="fedadam", fedadam__lr=1e20, max_failed_rounds=0)
     assert all(record["skipped"] for record in result.history)
     assert "fedadam returned no model (a step of norm" in result.history[0]["rejected"][-1]["reason"]
     assert max(float(tensor.abs().max()) for tensor in result.state.model.values()) < 100
@@ -181,6 +181,8 @@ def test_too_many_failed_rounds_in_a_row_end_the_run(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "r" / "summary.json").exists()
     whole = dynafed.resume(tmp_path / "r", train=TRAIN, test=TEST, changes={"max_failed_rounds": 0})
     assert len(whole.history) == 6
+    with pytest.raises(RunFailed, match="2 rounds in a row failed"):  # all that there are
+        run_tiny(tmp_path / "short", **changes, rounds=2)
     settings = [f"-s{key}={value}" for key, value in changes.items()]
     assert main(["run", "demo", *settings, "-sworkers=1", "--out", str(tmp_path / "s")]) == 1
     assert "3 rounds in a row failed" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def _run_rounds(
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds or run.stopped:
                     callbacks.tell("on_checkpoint", run, checkpoint.save(path, federation, state))
                 check_failed_rounds(config.max_failed_rounds, history)
-            check_failed_rounds(config.max_failed_rounds, history)  # a resumed run may have no rounds left
+            check_failed_rounds(config.max_failed_rounds, history, ended=not run.stopped)  # also if none were left
         except Exception as error:
             failure = explain_failure(error, path)
             try:

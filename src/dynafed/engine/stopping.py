@@ -56,13 +56,17 @@ class StopSignal:
             signal.signal(number, self.handlers_before.pop(signal.SIGINT, signal.default_int_handler))
 
 
-def check_failed_rounds(allowed: int, history: list[Record]) -> None:
-    """End a run in which nothing gets through any more; `allowed` failed rounds in a row are too many."""
+def check_failed_rounds(allowed: int, history: list[Record], ended: bool = False) -> None:
+    """End a run in which nothing gets through any more; `allowed` failed rounds in a row are too many.
+
+    So are fewer, if there are no others and the run has `ended`.
+    """
     last = history[-allowed:]
-    if allowed and len(last) == allowed and all(record.get("skipped") for record in last):
+    enough = len(last) == allowed or (ended and last == history)
+    if allowed and last and enough and all(record.get("skipped") for record in last):
         reasons = [f"client {each['client']}: {each['reason']}" for record in last for each in record["rejected"]]
         raise RunFailed(
-            f"{allowed} rounds in a row failed (max_failed_rounds), the last is round {last[-1]['round']}"
+            f"{len(last)} rounds in a row failed (max_failed_rounds), the last is round {last[-1]['round']}"
             + (f"; {reasons[-1]}" if reasons else "; no client sent an update")
         )
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from robustness import measured
+from rows import run_rows
 
 from dynafed import Config
-from dynafed.engine.grid import Cell, run_cells
+from dynafed.engine.grid import Cell
 from dynafed.engine.summary import read_metrics
 
 METHODS = ("fedavg", "dynafed")
@@ -38,15 +39,14 @@ def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
                 yield row, Cell(name, Config.load("demo", changes), folder / name)
 
 
+def with_bytes(path: Path) -> dict[str, Any]:
+    """What is measured of every run, and what its clients sent."""
+    return {"megabytes_up": sum(record["bytes_up"] for record in read_metrics(path)) / 1e6} | measured(path)
+
+
 def main(folder: Path, out: Path) -> None:
     """Run what isn't done; print and write every row as soon as it is there."""
-    planned = {cell.path: row for row, cell in cells(folder)}
-    rows = []
-    for done, _ in run_cells([cell for _, cell in cells(folder)]):
-        megabytes = sum(record["bytes_up"] for record in read_metrics(done.path)) / 1e6
-        rows.append(planned[done.path] | {"megabytes_up": megabytes} | measured(done.path))
-        print(json.dumps(rows[-1]), flush=True)
-        out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    run_rows(cells(folder), with_bytes, out)
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

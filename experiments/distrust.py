@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from robustness import DISTRUSTING, measured
+from rows import run_rows
 
 from dynafed import Config, tree
 from dynafed.engine.grid import Cell, run_cells
@@ -55,15 +56,7 @@ def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
 
 def main(folder: Path, out: Path) -> None:
     """Run what isn't done; print and write every row as soon as it is there."""
-    rows = json.loads(out.read_text()) if out.exists() else []
-    planned = {
-        each.path: (row, each) for row, each in cells(folder) if not any(row.items() <= done.items() for done in rows)
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for done, _ in run_cells([each for _, each in planned.values()]):
-        rows.append(planned[done.path][0] | measured(done.path))
-        print(json.dumps(rows[-1]), flush=True)
-        out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    run_rows(cells(folder), measured, out)
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -20,8 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rows import run_rows
+
 from dynafed import Config
-from dynafed.engine.grid import Cell, run_cells
+from dynafed.engine.grid import Cell
 from dynafed.engine.summary import read_metrics
 
 METHODS = ("fedavg", "dynafed", "fedprox", "fedprox+dynafed")
@@ -67,16 +69,7 @@ def measured(path: Path) -> dict[str, Any]:
 
 def main(folder: Path, out: Path, word: str = "") -> None:
     """Run what isn't done; print and write every row as soon as it is there."""
-    rows = json.loads(out.read_text()) if out.exists() else []
-    planned = {
-        each.path: (row, each)
-        for row, each in cells(folder)
-        if word in each.title and not any(row.items() <= done.items() for done in rows)
-    }
-    for done, _ in run_cells([each for _, each in planned.values()]):
-        rows.append(planned[done.path][0] | measured(done.path))
-        print(json.dumps(rows[-1]), flush=True)
-        out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    run_rows(((row, cell) for row, cell in cells(folder) if word in cell.title), measured, out)
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

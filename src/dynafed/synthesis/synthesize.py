@@ -107,9 +107,9 @@ def synthesize(
         model = accelerate_synthesis(model, synthesis_work(chosen))
     if not (state_file and state.load(state_file, task)):
         on_iteration(0, math.nan, state.learned["x"])
-        scales = tensor_scales(model, segments, state) if chosen.inner_rates == "scaled" else None
+        scales = tensor_scales(model, segments, state) if chosen.inner_rates == "scaled" else 1.0
         lr = chosen.inner_lr or find_inner_lr(model, segments, chosen, shape, classes, scales, check_stop, threads)
-        state.set_lr(lr if scales is None else lr * scales)
+        state.set_lr(lr * scales)
     while state.done < chosen.iterations:
         try:
             check_stop()
@@ -279,7 +279,7 @@ def mean_cosines(checkpoints: Sequence[Tree]) -> list[float]:
 
 def _steps(checkpoints: Sequence[Tree]) -> Iterator[Tree]:
     for before, after in itertools.pairwise(checkpoints):
-        yield tree.map_tensors(torch.sub, after, before)
+        yield tree.difference(after, before)
 
 
 class SynthesisState:
@@ -405,7 +405,7 @@ def find_inner_lr(
     config: DynaFedSettings,
     shape: tuple[int, ...],
     classes: int,
-    scales: Tensor | None = None,
+    scales: float | Tensor = 1.0,
     check_stop: Callable[[], None] = lambda: None,
     threads: int = 0,
 ) -> float:
@@ -416,12 +416,10 @@ def find_inner_lr(
     tensor is that times its scale.
     """
     device = next(model.parameters()).device
-    fixed = replace(config, inner_lr_rate=0.0, inner_rates="single" if scales is None else "tensor")
+    fixed = replace(config, inner_lr_rate=0.0, inner_rates="tensor" if isinstance(scales, Tensor) else "single")
     for lr in counted("inner rate", sorted(PILOT_RATES, reverse=True)):
-        trial = SynthesisState(
-            fixed, shape, classes, 0 if scales is None else len(scales), segments.seeds, device, threads
-        )
-        trial.set_lr(lr if scales is None else lr * scales)
+        trial = SynthesisState(fixed, shape, classes, len(segments.checkpoints[0]), segments.seeds, device, threads)
+        trial.set_lr(lr * scales)
         losses = []
         for _ in range(PILOT_ITERATIONS):
             check_stop()

@@ -1,8 +1,9 @@
 """Which settings of the synthesis suit a ConvNet of some width: distance, the rates' start and learning, samples' rate.
 
-    DYNAFED_DATA=... python experiments/convnet_rates.py cpu-fmnist-convnet 32 150 0,1,2 [VARIANT ...]
+    DYNAFED_DATA=... python experiments/convnet_rates.py cpu-fmnist-convnet 32 150 0,1,2 [KEY=VALUE ...] [VARIANT ...]
 
-writes experiments/results/convnet-rates-<preset>-<width>.json, a row for each variant and seed of the synthesis (none
+writes experiments/results/convnet-rates-<preset>-<width>.json (`KEY=VALUE` changes the config and the name, such as
+`alpha=0.16`), a row for each variant and seed of the synthesis (none
 in the name: 0); rows that are there are not run again. FedAvg runs for 40 rounds at the preset's protocol, seed 0, on
 validation data; D_syn is made from rounds 1 to 20. The models of rounds 21, 25, ... 37 are then fine-tuned once on it,
 with several budgets. Beside it, the matching loss over the iterations.
@@ -15,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +73,14 @@ def measure(study: Study, changes: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def main(preset: str, width: str, iterations: str, seeds: str, *names: str) -> None:
     """Run what is missing."""
-    file = Path(__file__).parent / "results" / f"convnet-rates-{preset}-{width}.json"
+    changes = dict(name.split("=", 1) for name in names if "=" in name)
+    names = tuple(name for name in names if "=" not in name)
+    suffix = "".join(f"-{key}-{value}" for key, value in changes.items()).replace(chr(34), "")
+    file = Path(__file__).parent / "results" / f"convnet-rates-{preset}-{width}{suffix}.json"
     rows = json.loads(file.read_text()) if file.exists() else {}
     torch.set_num_threads(1)
-    study = Study(preset, 0, f"width-{width}", **{"convnet.width": int(width), "rounds": 40})
+    typed = tomllib.loads("".join(f"{key} = {value}\n" for key, value in changes.items()))
+    study = Study(preset, 0, f"width-{width}{suffix}", **typed, **{"convnet.width": int(width), "rounds": 40})
     if "as they are" not in rows:
         rows["as they are"] = {
             name: round(statistics.fmean(evaluate(study.federation, models[n - 1])["accuracy"] for n in ROUNDS), 4)

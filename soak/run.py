@@ -243,6 +243,7 @@ def _forked(config: Config, path: Path) -> int:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would a run
         path.mkdir(parents=True, exist_ok=True)
         with (path / ".said").open("w") as said:
             os.dup2(said.fileno(), 2)

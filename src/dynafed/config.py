@@ -20,8 +20,9 @@ from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
 
-KERNELS_VERSION = 2
-"""Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows."""
+KERNELS_VERSION = 3
+"""Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows, with
+3 convolutions by Winograd's method, too."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynafed.kernels import build, ops
+from dynafed.kernels import build, calls, ops, winograd
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.optim import Optimizer
 
@@ -57,6 +57,16 @@ def block(rng: random.Random) -> None:
     differentiate(ops.block(*inputs, padding), wanted)
 
 
+def convolution(rng: random.Random) -> None:
+    """By Winograd's method where it fits."""
+    dtype = rng.choice(TYPES)
+    inputs, outputs = (build.lanes(dtype) * rng.randint(1, 4) for _ in range(2))
+    sizes = (rng.randint(1, 5), inputs, *(2 * rng.randint(1, 7) for _ in range(2))), (outputs, inputs, 3, 3), (outputs,)
+    x, weight, bias = (tensor(rng, dtype, *size) for size in sizes)
+    assert winograd.fits(x, weight)
+    differentiate(ops.convolution(x, weight, bias, ops.Geometry((1, 1), winograd=True)), [x, weight, bias])
+
+
 def mlp(rng: random.Random) -> None:
     sizes = [rng.randint(1, 40), *(16 * rng.randint(1, 4) for _ in range(rng.randint(0, 3))), rng.randint(1, 20)]
     params: list[Tensor] = []
@@ -77,14 +87,14 @@ def main() -> None:
     rng = random.Random(0)
     torch.manual_seed(0)
     for _ in range(40):
-        for kind in (rest, block, mlp):
+        for kind in (rest, block, convolution, mlp):
             kind(rng)
     print("clean", flush=True)
     # And a fault would be seen: of more channels than there are.
     z, some = torch.randn(1, 2, 2, 2).to(memory_format=torch.channels_last), torch.ones(2)
     child = os.fork()
     if not child:
-        ops._call("norm_forward", z, None, some, some, z, some, some, sizes=(1, 2, 2, 64, 1, 0), reals=(0.0, 1e-5))
+        calls.call("norm_forward", z, None, some, some, z, some, some, sizes=(1, 2, 2, 64, 1, 0), reals=(0.0, 1e-5))
         os._exit(0)
     print("seen" if os.waitpid(child, 0)[1] else "not seen")
 

@@ -17,6 +17,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dynafed
 from dynafed import kernels
+from dynafed.config import KERNELS_VERSION
 from dynafed.engine.federation import Federation
 from dynafed.kernels import build, graph, ops
 from dynafed.models import ConvNetSettings, ResNetSettings, convnet, resnet
@@ -326,7 +327,7 @@ def test_runs_keep_the_version_that_they_began_with(model: type[nn.Module], tmp_
 
     whole = run("whole", rounds=3)
     assert whole.federation.execution.kernels
-    assert whole.federation.config.kernels_version == 2
+    assert whole.federation.config.kernels_version == KERNELS_VERSION
     old = run("old", rounds=2, kernels_version=1)
     assert not old.federation.execution.kernels
     file = tmp_path / "old" / "config.toml"
@@ -344,7 +345,7 @@ def test_runs_keep_the_version_that_they_began_with(model: type[nn.Module], tmp_
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, whole.model.state_dict()[name])
         torch.testing.assert_close(tensor, torchs.model.state_dict()[name], rtol=1e-2, atol=1e-3)
-    with pytest.raises(dynafed.UserError, match="the run began with 2"):
+    with pytest.raises(dynafed.UserError, match=f"the run began with {KERNELS_VERSION}"):
         dynafed.resume(tmp_path / "whole", changes={"rounds": 4, "kernels_version": 1}, **given)
 
 

@@ -1,8 +1,8 @@
 """Kernels of our own. `coverage` tells what of a network they can do, `accelerate` gives the network that uses them.
 
-For convolutions: blocks of 3x3 convolution, instance norm, ReLU and 2x2 average pooling; and group norm with the sum,
-(leaky) ReLU and 2x2 pooling after it, both with second derivatives. For fully connected ReLU networks: a whole epoch of
-training in one call (`mlp.MLPTraining`).
+For convolutions: Winograd's method, from version 3 on; blocks of 3x3 convolution, instance norm, ReLU and 2x2 average
+pooling; and group norm with the sum, (leaky) ReLU and 2x2 pooling after it; all with second derivatives. For fully
+connected ReLU networks: a whole epoch of training in one call (`mlp.MLPTraining`).
 """
 
 from __future__ import annotations
@@ -85,12 +85,17 @@ def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNE
         return None
     if version > 1 and x is not None and not structure.is_covered(network):
         fast = graph.accelerated(network)
+        if fast is not None and version > 2:
+            structure.use_winograd(fast)
         if fast is not None and graph.agree(fast, network, x):
             return fast
         if fast is not None:
             log.debug("on our kernels, the network would compute something else: it stays with torch's")
     if coverage(network, version=1).channels:
-        return _accelerate_sequentials(network)
+        fast = _accelerate_sequentials(network)
+        if version > 2:
+            structure.use_winograd(fast)
+        return fast
     return network if coverage(network, x, version).mlp else None
 
 

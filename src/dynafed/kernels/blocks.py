@@ -25,14 +25,13 @@ class ConvBlocks(nn.Sequential):
         if not self._can_run(x):
             plain: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
             return plain
-        from dynafed.kernels.ops import block
+        from dynafed.kernels.ops import block_of
 
         layers: list[Any] = list(self)
         index = 0
         while index < len(layers):
             if index in self.block_starts:
-                conv, norm = layers[index : index + 2]
-                x = block(x, conv.weight, conv.bias, norm.weight, norm.bias, conv.padding[0], norm.eps)
+                x = block_of(x, *layers[index : index + 2])
                 index += len(BLOCK)
             else:
                 x = layers[index](x)

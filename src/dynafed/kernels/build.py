@@ -28,7 +28,7 @@ from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
 
-SOURCES = ("convnet.cpp", "mlp.cpp", "norm.cpp")
+SOURCES = ("convnet.cpp", "mlp.cpp", "norm.cpp", "winograd.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 300
 DIGEST_SIZE = 16

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from dynafed.errors import first_line
 from dynafed.kernels.build import CPP, library
-from dynafed.kernels.structure import are_mlp, block_at, is_plain
+from dynafed.kernels.structure import are_mlp, block_at, is_plain, is_winograd
 
 log = logging.getLogger("dynafed")
 
@@ -105,7 +105,8 @@ class Convolution:
         from dynafed.kernels.ops import Geometry, convolution
 
         conv: Any = root.get_submodule(self.name)
-        return convolution(x, conv.weight, conv.bias, Geometry(conv.padding, conv.stride, conv.dilation, conv.groups))
+        geometry = Geometry(conv.padding, conv.stride, conv.dilation, conv.groups, is_winograd(conv))
+        return convolution(x, conv.weight, conv.bias, geometry)
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,9 @@ class Block:
 
     def __call__(self, root: nn.Module, x: Tensor) -> Tensor:
         """Its output."""
-        from dynafed.kernels.ops import block
+        from dynafed.kernels.ops import block_of
 
-        conv: Any = root.get_submodule(self.conv)
-        norm: Any = root.get_submodule(self.norm)
-        return block(x, conv.weight, conv.bias, norm.weight, norm.bias, conv.padding[0], norm.eps)
+        return block_of(x, root.get_submodule(self.conv), root.get_submodule(self.norm))
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,12 @@ class Plan:
             "poolings": sum(rest.pool != "none" for rest in rests),
         }
         said = [", ".join(f"{number} {what}" for what, number in count.items() if number)]
-        if convolutions := sum(isinstance(kind, Convolution) for kind in kinds):
-            said.append(f"torch's: {convolutions} convolutions, channels last")
+        convolutions: list[Any] = [root.get_submodule(kind.name) for kind in kinds if isinstance(kind, Convolution)]
+        ours = sum(is_winograd(conv) for conv in convolutions)
+        if ours:
+            said.append(f"{ours} convolutions by Winograd's method")
+        if len(convolutions) > ours:
+            said.append(f"torch's: {len(convolutions) - ours} convolutions, channels last")
         said += others
         return ", ".join(filter(None, said))
 

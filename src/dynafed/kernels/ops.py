@@ -8,7 +8,6 @@ has (forward, by input, by weight), and norm, ReLU and pooling are one kernel; t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dynafed.kernels.build import CPP, address, function, lanes
+from dynafed.kernels import winograd
+from dynafed.kernels.build import CPP, lanes
+from dynafed.kernels.calls import call, channels_last, empty, sizes_of
+from dynafed.kernels.structure import is_winograd
 
 CPU = torch.device("cpu")
 FEW = (1, 3)
@@ -38,18 +40,31 @@ def weight_gradients_known() -> Iterator[None]:
         _known.weight_gradients = False
 
 
+def block_of(x: Tensor, conv: Any, norm: Any) -> Tensor:
+    """The block that begins with these two layers."""
+    return block(x, conv.weight, conv.bias, norm.weight, norm.bias, conv.padding[0], norm.eps, is_winograd(conv))
+
+
 def block(
-    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    padding: int,
+    eps: float = 1e-5,
+    winograd: bool = False,
 ) -> Tensor:
     """A 3x3 convolution of stride 1, instance norm, ReLU and 2x2 average pooling."""
+    geometry = Geometry((padding, padding), winograd=winograd)
     known = x.ndim == 4 and _are_lanes(x, weight, bias, gamma, beta)
     if not known or any(side < 4 or side % 2 for side in (side + 2 * padding for side in x.shape[2:])):
-        z = convolution(x, weight, bias, Geometry((padding, padding)))
+        z = convolution(x, weight, bias, geometry)
         return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
     if x.shape[1] in FEW:
-        pooled: Tensor = _First.of(_last(x), weight, bias, gamma, beta, padding, eps)
+        pooled: Tensor = _First.of(channels_last(x), weight, bias, gamma, beta, padding, eps)
         return pooled
-    return norm_relu_pool(convolution(x, weight, bias, Geometry((padding, padding))), gamma, beta, eps)
+    return norm_relu_pool(convolution(x, weight, bias, geometry), gamma, beta, eps)
 
 
 @dataclass(frozen=True)
@@ -60,10 +75,19 @@ class Geometry:
     stride: tuple[int, int] = (1, 1)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    winograd: bool = False
+    """Whether it is done by Winograd's method, if that fits; else by torch."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The convolution by torch."""
-        return torch.conv2d(x, _last(weight), bias, self.stride, self.padding, self.dilation, self.groups)
+        """The convolution."""
+        if self.is_winograd(x, weight):
+            return winograd.convolve(x, weight, bias)
+        return torch.conv2d(x, channels_last(weight), bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def is_winograd(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether Winograd's method is wanted and fits; it doesn't matter whether `x` is the input or the output."""
+        plain = (self.padding, self.stride, self.dilation, self.groups) == ((1, 1), (1, 1), (1, 1), 1)
+        return self.winograd and plain and winograd.fits(x, weight)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -71,7 +95,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geomet
     if x.ndim != 4:
         return torch.conv2d(x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     # Two nodes, so that the gradient by the input is only computed where somebody asks for it.
-    x = _last(x)
+    x = channels_last(x)
     out = _ByInput.of(x, weight.detach(), None if bias is None else bias.detach(), geometry, lambda: weight)
     done: Tensor = _ByWeight.of(out, x, weight, bias, geometry)
     return done
@@ -103,8 +127,8 @@ class Rest:
             return self.by_torch(z, gamma, beta, shortcut)
         gamma = z.new_ones(z.shape[1]) if gamma is None else gamma
         beta = z.new_zeros(z.shape[1]) if beta is None else beta
-        shortcut = None if shortcut is None else _last(shortcut)
-        done: Tensor = _Normed.of(_last(z), shortcut, gamma, beta, self)
+        shortcut = None if shortcut is None else channels_last(shortcut)
+        done: Tensor = _Normed.of(channels_last(z), shortcut, gamma, beta, self)
         return done
 
     def _fits(self, z: Tensor, gamma: Tensor | None, beta: Tensor | None, shortcut: Tensor | None) -> bool:
@@ -138,7 +162,7 @@ def norm_relu_pool(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor
     """Instance norm, ReLU and 2x2 average pooling."""
     if z.ndim != 4 or not _are_lanes(z, gamma, beta) or min(z.shape[2:]) == 0 or any(side % 2 for side in z.shape[2:]):
         return F.avg_pool2d(F.relu(F.group_norm(z, len(gamma), gamma, beta, eps)), 2)
-    pooled: Tensor = _Pooled.of(_last(z), gamma, beta, eps)
+    pooled: Tensor = _Pooled.of(channels_last(z), gamma, beta, eps)
     return pooled
 
 
@@ -171,7 +195,7 @@ class _ByInput(_Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _InputGradient.of(_last(g), ctx.attached(), ctx.geometry, ctx.shape), None, None, None, None
+        return _InputGradient.of(channels_last(g), ctx.attached(), ctx.geometry, ctx.shape), None, None, None, None
 
 
 class _InputGradient(_Function):
@@ -185,7 +209,7 @@ class _InputGradient(_Function):
     @once_differentiable
     def backward(ctx: Any, v: Tensor) -> Any:
         g, weight = ctx.saved_tensors
-        v = _last(v)
+        v = channels_last(v)
         by_weight, _ = _weight_gradient(g, v, weight, ctx.geometry)
         return ctx.geometry.convolve(v, weight), by_weight, None, None
 
@@ -202,7 +226,7 @@ class _ByWeight(_Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return g, None, *_WeightGradient.of(_last(g), x, weight.detach(), ctx.geometry, ctx.biased), None
+        return g, None, *_WeightGradient.of(channels_last(g), x, weight.detach(), ctx.geometry, ctx.biased), None
 
 
 class _WeightGradient(_Function):
@@ -227,18 +251,25 @@ class _WeightGradient(_Function):
 def _weight_gradient(
     g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, biased: bool = True
 ) -> tuple[Tensor, Tensor | None]:
+    if geometry.is_winograd(x, weight):
+        by_weight, by_bias = winograd.weight_gradient(g, x)
+        return by_weight, by_bias if biased else None
     _, by_weight, by_bias = _products(g, x, weight, geometry, (False, True, biased))
     return by_weight, by_bias if biased else None
 
 
 def _input_gradient(g: Tensor, weight: Tensor, geometry: Geometry, shape: torch.Size) -> Tensor:
+    if geometry.is_winograd(g, weight):
+        return winograd.input_gradient(g, weight)
     like = torch.empty(shape, dtype=g.dtype, memory_format=torch.channels_last)
     return _products(g, like, weight, geometry, (True, False, False))[0]
 
 
 def _products(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
     how = geometry.stride, geometry.padding, geometry.dilation, False, [0, 0], geometry.groups
-    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(g, x, _last(weight), [len(weight)], *how, wanted)
+    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+        g, x, channels_last(weight), [len(weight)], *how, wanted
+    )
     return found
 
 
@@ -252,7 +283,7 @@ class _Normed(_Function):
 
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Any:
-        return *_NormedGradient.of(_last(dp), *ctx.saved_tensors, ctx.rest), None
+        return *_NormedGradient.of(channels_last(dp), *ctx.saved_tensors, ctx.rest), None
 
 
 class _NormedGradient(_Function):
@@ -267,9 +298,9 @@ class _NormedGradient(_Function):
     @once_differentiable
     def backward(ctx: Any, v: Tensor, t: Tensor | None, u: Tensor, s: Tensor) -> Any:
         dp, z, shortcut, *rest = ctx.saved_tensors
-        t = None if shortcut is None or t is None else _last(t)
+        t = None if shortcut is None or t is None else channels_last(t)
         by_dp, by_z, by_gamma = torch.ops.dynafed.normed_gradient_gradient(
-            _last(v), t, u, s, dp, z, shortcut, *rest, *ctx.rest.numbers
+            channels_last(v), t, u, s, dp, z, shortcut, *rest, *ctx.rest.numbers
         )
         return by_dp, by_z, None, None, None, by_gamma, None, None
 
@@ -283,7 +314,7 @@ class _Pooled(_Function):
 
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Any:
-        return *_PooledGradient.of(_last(dp), *ctx.saved_tensors), None
+        return *_PooledGradient.of(channels_last(dp), *ctx.saved_tensors), None
 
 
 class _PooledGradient(_Function):
@@ -295,7 +326,7 @@ class _PooledGradient(_Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, v: Tensor, u: Tensor, s: Tensor) -> Any:
-        by_dp, by_z, by_gamma = torch.ops.dynafed.pooled_gradient_gradient(_last(v), u, s, *ctx.saved_tensors)
+        by_dp, by_z, by_gamma = torch.ops.dynafed.pooled_gradient_gradient(channels_last(v), u, s, *ctx.saved_tensors)
         return by_dp, by_z, None, None, by_gamma, None
 
 
@@ -314,7 +345,7 @@ class _First(_Function):
     @staticmethod
     def backward(ctx: Any, dp: Tensor) -> Any:
         wanted = ctx.needs_input_grad[0]
-        return *_FirstGradient.of(_last(dp), *ctx.saved_tensors, ctx.padding, wanted), None, None
+        return *_FirstGradient.of(channels_last(dp), *ctx.saved_tensors, ctx.padding, wanted), None, None
 
 
 class _FirstGradient(_Function):
@@ -338,7 +369,7 @@ class _FirstGradient(_Function):
         given = zip(along, (weight, bias, gamma, beta), strict=True)
         vw, vb, u, s = (torch.zeros_like(like) if one is None else one for one, like in given)
         by_dp, by_x, taps, by_bias, by_gamma = torch.ops.dynafed.first_gradient_gradient(
-            None if vx is None else _last(vx),
+            None if vx is None else channels_last(vx),
             _taps(vw),
             vb,
             u,
@@ -373,9 +404,9 @@ def _first(
 ) -> tuple[Tensor, Tensor, Tensor]:
     images, _, height, width = x.shape
     mean, rstd = (x.new_empty(images, len(bias)) for _ in range(2))
-    pooled = _empty(images, len(bias), (height + 2 * padding - 2) // 2, (width + 2 * padding - 2) // 2, like=x)
+    pooled = empty(images, len(bias), (height + 2 * padding - 2) // 2, (width + 2 * padding - 2) // 2, like=x)
     sizes = _few_sizes(x, bias, padding)
-    _call("first_forward", x, taps, bias, gamma, beta, pooled, mean, rstd, sizes=sizes, reals=(eps,))
+    call("first_forward", x, taps, bias, gamma, beta, pooled, mean, rstd, sizes=sizes, reals=(eps,))
     return pooled, mean, rstd
 
 
@@ -392,10 +423,10 @@ def _first_gradient(
     padding: int,
     image: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx = _empty(*x.shape, like=x) if image else x.new_empty(0)
+    dx = empty(*x.shape, like=x) if image else x.new_empty(0)
     dtaps, dbias, dgamma, dbeta = map(torch.zeros_like, (taps, bias, gamma, beta))
     given, found = (dp, x, taps, bias, mean, rstd, gamma, beta), (dtaps, dbias, dgamma, dbeta)
-    _call("first_backward", *given, dx if image else None, *found, sizes=_few_sizes(x, bias, padding))
+    call("first_backward", *given, dx if image else None, *found, sizes=_few_sizes(x, bias, padding))
     return dx, dtaps, dbias, dgamma, dbeta
 
 
@@ -417,19 +448,19 @@ def _first_gradient_gradient(
     padding: int,
     image: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    by_dp, by_x = torch.empty_like(dp), _empty(*x.shape, like=x) if image else x.new_empty(0)
+    by_dp, by_x = torch.empty_like(dp), empty(*x.shape, like=x) if image else x.new_empty(0)
     by_taps, by_bias, by_gamma = map(torch.zeros_like, (taps, bias, gamma))
     given = (vx, vtaps, vb, u, s, dp, x, taps, bias, mean, rstd, gamma, beta, by_dp, by_x if image else None)
-    _call("first_twice", *given, by_taps, by_bias, by_gamma, sizes=_few_sizes(x, bias, padding))
+    call("first_twice", *given, by_taps, by_bias, by_gamma, sizes=_few_sizes(x, bias, padding))
     return by_dp, by_x, by_taps, by_bias, by_gamma
 
 
 @torch.library.custom_op("dynafed::pooled", mutates_args=())
 def _pooled(z: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     images, channels, height, width = z.shape
-    pooled = _empty(images, channels, height // 2, width // 2, like=z)
+    pooled = empty(images, channels, height // 2, width // 2, like=z)
     mean, rstd = z.new_empty(images, channels), z.new_empty(images, channels)
-    _call("forward", z, gamma, beta, pooled, mean, rstd, sizes=_sizes(z), reals=(eps,))
+    call("forward", z, gamma, beta, pooled, mean, rstd, sizes=sizes_of(z), reals=(eps,))
     return pooled, mean, rstd
 
 
@@ -438,7 +469,7 @@ def _pooled_gradient(
     dp: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dz, dgamma, dbeta = torch.empty_like(z), torch.zeros_like(gamma), torch.zeros_like(beta)
-    _call("backward", dp, z, mean, rstd, gamma, beta, dz, dgamma, dbeta, sizes=_sizes(z))
+    call("backward", dp, z, mean, rstd, gamma, beta, dz, dgamma, dbeta, sizes=sizes_of(z))
     return dz, dgamma, dbeta
 
 
@@ -455,7 +486,7 @@ def _pooled_gradient_gradient(
     beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_dp, by_z, by_gamma = torch.empty_like(dp), torch.empty_like(z), torch.zeros_like(gamma)
-    _call("twice", v, u, s, dp, z, mean, rstd, gamma, beta, by_dp, by_z, by_gamma, sizes=_sizes(z))
+    call("twice", v, u, s, dp, z, mean, rstd, gamma, beta, by_dp, by_z, by_gamma, sizes=sizes_of(z))
     return by_dp, by_z, by_gamma
 
 
@@ -465,10 +496,10 @@ def _normed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     images, channels, height, width = z.shape
     side = 2 if pool else 1
-    done = _empty(images, channels, height // side, width // side, like=z)
+    done = empty(images, channels, height // side, width // side, like=z)
     mean, rstd = z.new_empty(images, channels), z.new_empty(images, channels)
-    sizes = (*_sizes(z), groups, pool)
-    _call("norm_forward", z, shortcut, gamma, beta, done, mean, rstd, sizes=sizes, reals=(low, eps))
+    sizes = (*sizes_of(z), groups, pool)
+    call("norm_forward", z, shortcut, gamma, beta, done, mean, rstd, sizes=sizes, reals=(low, eps))
     return done, mean, rstd
 
 
@@ -488,7 +519,7 @@ def _normed_gradient(
     dz, dgamma, dbeta = torch.empty_like(z), torch.zeros_like(gamma), torch.zeros_like(beta)
     dshortcut = z.new_empty(0) if shortcut is None else torch.empty_like(z)
     given = (dp, z, shortcut, mean, rstd, gamma, beta, dz, None if shortcut is None else dshortcut, dgamma, dbeta)
-    _call("norm_backward", *given, sizes=(*_sizes(z), groups, pool), reals=(low,))
+    call("norm_backward", *given, sizes=(*sizes_of(z), groups, pool), reals=(low,))
     return dz, dshortcut, dgamma, dbeta
 
 
@@ -511,33 +542,10 @@ def _normed_gradient_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_dp, by_z, by_gamma = torch.empty_like(dp), torch.empty_like(z), torch.zeros_like(gamma)
     given = (v, t, u, s, dp, z, shortcut, mean, rstd, gamma, beta, by_dp, by_z, by_gamma)
-    _call("norm_twice", *given, sizes=(*_sizes(z), groups, pool), reals=(low,))
+    call("norm_twice", *given, sizes=(*sizes_of(z), groups, pool), reals=(low,))
     return by_dp, by_z, by_gamma
-
-
-def _call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], reals: tuple[float, ...] = ()) -> None:
-    rest = [*map(ctypes.c_int64, sizes), *map(ctypes.c_double, reals)]
-    kind = next(CPP[tensor.dtype] for tensor in tensors if tensor is not None)
-    # A gradient that torch spreads out of a single number has no memory of its own.
-    dense = [tensor.contiguous() if tensor is not None and tensor.ndim == 1 else tensor for tensor in tensors]
-    function(f"{name}_{kind}")(*map(address, dense), *rest)
-
-
-def _sizes(z: Tensor) -> tuple[int, ...]:
-    images, channels, height, width = z.shape
-    return images, height, width, channels
 
 
 def _few_sizes(x: Tensor, bias: Tensor, padding: int) -> tuple[int, ...]:
     images, channels, height, width = x.shape
     return images, height, width, channels, len(bias), padding
-
-
-def _empty(*shape: int, like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, memory_format=torch.channels_last)
-
-
-def _last(x: Tensor) -> Tensor:
-    """The same, channels last. With one channel it is so either way, but torch looks at the strides."""
-    there = x.is_contiguous(memory_format=torch.channels_last) and x.stride(1) == 1
-    return x if there else x.clone(memory_format=torch.channels_last)

@@ -105,3 +105,17 @@ def _chain(module: nn.Module) -> list[nn.Module]:
 def is_plain(module: nn.Module) -> bool:
     """Whether nothing was hooked onto it."""
     return not (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "parametrizations"))
+
+
+def use_winograd(network: nn.Module) -> None:
+    """Let the convolutions of an accelerated network be done by Winograd's method, where images have even sides."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            sizes = (layer.kernel_size, layer.padding, layer.stride, layer.dilation, layer.groups)
+            whole = all(n % lanes(layer.weight.dtype) == 0 for n in (layer.in_channels, layer.out_channels))
+            layer.__dict__["winograd"] = whole and sizes == ((3, 3), (1, 1), (1, 1), (1, 1), 1)
+
+
+def is_winograd(conv: nn.Module) -> bool:
+    """Whether it was decided so by `use_winograd`."""
+    return bool(vars(conv).get("winograd"))

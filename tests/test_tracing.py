@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,29 @@ def test_a_replay_tells_apart_what_was_one_tensor_when_it_was_recorded() -> None
     replay = trace_function(lambda a, b: [a - b], (x, x))
     assert replay is not None
     assert replay(x, torch.ones(2))[0].tolist() == [0.0, 1.0]
+
+
+def test_a_replay_draws_the_random_numbers_that_the_function_would() -> None:
+    """Dropout, twice: each has its own numbers."""
+
+    def with_dropout(w: Tensor, x: Tensor) -> list[Tensor]:
+        leaf = w.detach().requires_grad_()
+        hidden = F.dropout(F.dropout(x, 0.3) @ leaf, 0.5).tanh()
+        return list(torch.autograd.grad(hidden.square().sum(), [leaf]))
+
+    generator = torch.Generator().manual_seed(0)
+    replay = trace_function(with_dropout, (torch.randn(4, 3, generator=generator), torch.randn(5, 4)))
+    assert replay is not None
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(3):
+            inputs = torch.randn(4, 3, generator=generator), torch.randn(5, 4, generator=generator)
+            torch.manual_seed(seed)
+            expected = [with_dropout(*inputs)[0] for _ in range(2)]
+            torch.manual_seed(seed)
+            with torch.inference_mode():
+                found = [replay(*inputs)[0] for _ in range(2)]
+            assert all(map(torch.equal, expected, found))
+            assert not torch.equal(*expected)
 
 
 def nothing(*_: object, **__: object) -> None:
@@ -85,7 +109,7 @@ def test_a_replay_takes_no_other_kernels_however_often_it_is_called() -> None:
     "function",
     [
         lambda x: [x * x.max().item()],  # looks at a value
-        lambda x: [x + torch.rand(())],  # is random
+        lambda x: [x + random.random()],  # is random, and not by torch
         lambda x: [x * Untraceable().steps],  # depends on something else than tensors
         lambda x: [x if Untraceable() == 3 else -x],
     ],

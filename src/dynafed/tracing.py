@@ -95,13 +95,15 @@ def trace_function(function: Function, inputs: Sequence[Tensor]) -> Function | N
             graph = make_fx(function)(*inputs)
             _simplify(graph.graph)
             graph.recompile()
+            drawn = torch.get_rng_state()
             expected = function(*inputs)
             with inference(True):
                 for replay in (_scripted(graph, inputs), graph.forward):
+                    torch.set_rng_state(drawn)  # random layers draw the same in a replay
                     if replay and all(map(torch.equal, expected, replay(*inputs))):
                         return replay
     except Exception as error:
-        # It uses something that is no tensor operation, such as random numbers of its own.
+        # It uses something that is no tensor operation.
         log.debug("not traced: %s", first_line(error))
     return None
 

@@ -6,6 +6,8 @@ import copy
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,21 +299,48 @@ def test_what_was_compiled_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch,
     assert damaged.stat().st_size == made.stat().st_size
 
 
+def hanging_compiler(folder: Path) -> tuple[Path, Path]:
+    """A compiler that doesn't end, and the file in which it writes the number of the process that it started."""
+    compiler, pid = folder / "c++", folder / "pid"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\nsleep 1000 & echo $! > {pid}; wait\n")
+    compiler.chmod(0o700)
+    return compiler, pid
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not condition() and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert condition()
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return "(zombie)" in (Path("/proc") / pid.strip() / "status").read_text()
+    except OSError:
+        return True
+
+
 def test_a_compiler_that_hangs_ends_with_its_children(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hanging, pid = tmp_path / "c++", tmp_path / "pid"
-    hanging.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit 0\nsleep 1000 & echo $! > {pid}; wait\n")
-    hanging.chmod(0o700)
+    hanging, pid = hanging_compiler(tmp_path)
     monkeypatch.setenv("CXX", str(hanging))
     monkeypatch.setattr(build, "TIMEOUT", 1)
     assert build.library() is None
     assert not list(cache.glob("*"))
-    child = Path("/proc") / pid.read_text().strip()
-    give_up = time.monotonic() + 10
-    while child.exists() and "(zombie)" not in (child / "status").read_text() and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert not child.exists() or "(zombie)" in (child / "status").read_text()
+    wait_for(lambda: has_ended(pid.read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_compiler_ends_with_its_children_when_we_are_killed(tmp_path: Path) -> None:
+    hanging, pid = hanging_compiler(tmp_path)
+    code = "import sys; from dynafed.kernels import build; build._run(sys.argv[1:])"
+    with subprocess.Popen([sys.executable, "-c", code, str(hanging), "-O3"]) as ours:
+        wait_for(lambda: pid.exists() and bool(pid.read_text().strip()))
+        assert not has_ended(pid.read_text())
+        ours.kill()
+    wait_for(lambda: has_ended(pid.read_text()))
 
 
 @needs_compiler

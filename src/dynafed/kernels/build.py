@@ -34,6 +34,9 @@ TIMEOUT = 300
 DIGEST_SIZE = 16
 WORK, LEFTOVER_SECONDS = "compiling-", 3600.0
 """The folders in which it is compiled, and the age from which nobody can be at work in one that has no lock."""
+WATCHED = ("sh", "-c", 'exec 3<&0; (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 & exec "$@" 3<&- </dev/null', "sh")
+"""What a command is started by, in a process group of its own: a child waits for the end of our pipe, which comes with
+our own, and ends the group. A signal at a parent's death would reach the compiler only, not what it started."""
 CPP = {torch.float32: "float", torch.float64: "double"}
 """What the kernels compute with."""
 
@@ -119,14 +122,27 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _run(command: list[str], folder: str | None = None) -> str:
-    """What a compiler prints; if it takes too long or we are stopped, it ends with all that it started."""
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    """What a compiler prints; if it takes too long or we are stopped or killed, it ends with all that it started."""
+    groups = hasattr(os, "killpg")
+    watched = [*WATCHED, *command] if groups else command
+    reading, writing = os.pipe()
+    with (
+        open(reading, "rb") as ours,
+        open(writing, "wb"),
+        subprocess.Popen(
+            watched,
+            cwd=folder,
+            stdin=ours,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             out, err = process.communicate(timeout=TIMEOUT)
         except BaseException:
-            if hasattr(os, "killpg"):
+            if groups:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             raise

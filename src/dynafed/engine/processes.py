@@ -19,7 +19,16 @@ from dynafed.engine import backend, evaluation
 from dynafed.engine.client_store import ClientStore
 from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
-from dynafed.engine.worker import TASKS_AHEAD, Function, Worker, WorkerGone, silent
+from dynafed.engine.worker import (
+    TASKS_AHEAD,
+    Function,
+    Sent,
+    SharedTrees,
+    Worker,
+    WorkerGone,
+    required_room,
+    silent,
+)
 from dynafed.errors import WorkerDied
 from dynafed.execution import keep_freed_memory
 from dynafed.messages import Broadcast, Update
@@ -50,8 +59,10 @@ class ProcessBackend:
         keep_freed_memory()
         torch.set_num_threads(self.federation.config.threads)
         if self.count > 1:
+            room = _room(self.federation)
+            self.common = SharedTrees(self.federation, room, slots=1)
             for _ in counted("starting workers", range(self.count)):
-                self.workers.append(Worker(self.federation))
+                self.workers.append(Worker(self.federation, self.common, room))
         log.info("%s", self.federation.execution)
         return self
 
@@ -74,9 +85,11 @@ class ProcessBackend:
                 yield local_update(side, self.federation.client(client), broadcast, load_state(client), work)
             return
         common = tree.nest({"model": broadcast.model, "extras": tree.nest(broadcast.extras)})
-        tasks = ((broadcast.round, client, tree.pack(load_state(client)), work) for client, work in cohort)
-        for (update, extras, state), model in self._in_order(_train, common, tasks):
-            yield replace(update, model=model, extras=tree.unnest(tree.unpack(extras))), tree.unpack(state)
+        tasks = ((broadcast.round, client, load_state(client), work) for client, work in cohort)
+        for update, found in self._in_order(_train, common, tasks):
+            parts = tree.unnest(found)
+            model, extras = parts.get("model", {}), tree.unnest(parts.get("extras", {}))
+            yield replace(update, model=model, extras=extras), parts.get("state", {})
 
     def evaluate(self, model: Tree) -> dict[str, Any]:
         """A model's metrics."""
@@ -97,10 +110,10 @@ class ProcessBackend:
 
         Each worker has a second task in hand, so that it doesn't wait for us.
         """
-        packed = tree.pack(common)
+        shared = self.common.write(common)
         for worker in self.workers:
-            with self._replacing(worker, packed):
-                worker.share(packed)
+            with self._replacing(worker, shared):
+                worker.share(shared)
         numbered = enumerate(tasks)
         free = deque(self.workers * TASKS_AHEAD)
         done: dict[int, tuple[Any, Tree]] = {}
@@ -111,7 +124,7 @@ class ProcessBackend:
                     more = False
                     break
                 worker = free.popleft()
-                with self._replacing(worker, packed):
+                with self._replacing(worker, shared):
                     worker.give(entry[0], function, entry[1])
                 sent += 1
             if due in done:
@@ -123,7 +136,7 @@ class ProcessBackend:
                 return
             ready = self._wait(busy)
             for worker in busy:
-                with self._replacing(worker, packed):
+                with self._replacing(worker, shared):
                     if not ready:
                         raise silent(self.federation.config.worker_timeout)
                     if worker.connection in ready:
@@ -142,7 +155,7 @@ class ProcessBackend:
         return []
 
     @contextmanager
-    def _replacing(self, worker: Worker, common: bytes) -> Iterator[None]:
+    def _replacing(self, worker: Worker, common: Sent) -> Iterator[None]:
         """Replace a worker that is found to be gone by another, which does its tasks."""
         try:
             yield
@@ -156,14 +169,22 @@ class ProcessBackend:
 
 
 def _train(
-    federation: Federation, common: Tree, round_num: int, client: int, state: bytes, work: float
-) -> tuple[tuple[Update, bytes, bytes], Tree]:
+    federation: Federation, common: Tree, round_num: int, client: int, state: Tree, work: float
+) -> tuple[Update, Tree]:
     parts = tree.unnest(common)
     broadcast = Broadcast(round_num, parts["model"], tree.unnest(parts.get("extras", {})))
-    view = federation.client(client)
-    update, kept = local_update(federation.client_side, view, broadcast, tree.unpack(state), work)
-    bare = replace(update, model={}, extras={})
-    return (bare, tree.pack(tree.nest(update.extras)), tree.pack(kept)), update.model
+    update, kept = local_update(federation.client_side, federation.client(client), broadcast, state, work)
+    found = tree.nest({"model": update.model, "extras": tree.nest(update.extras), "state": kept})
+    return replace(update, model={}, extras={}), found
+
+
+def _room(federation: Federation) -> int:
+    """Bytes for what travels at a time: a model, and as much for whatever else is kept or sent beside it."""
+    methods = federation.methods
+    kept = sum(method.needs.client_memory for method in methods.clients)
+    moments = 2 if federation.config.client_state == "persistent" else 0
+    extras = required_room(tree.nest(methods.extras_spec(federation.problem)))
+    return (2 + kept + moments) * required_room(federation.problem.initial_model()) + extras
 
 
 def _evaluate(federation: Federation, model: Tree, kind: str, first: int, stop: int) -> tuple[Tally, None]:

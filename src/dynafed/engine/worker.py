@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +33,11 @@ TASKS_AHEAD = 2
 """Tasks that a worker has at most: the one that it is at, and the next."""
 
 ALIGNMENT = 64
-"""Every tensor of a shared buffer begins at a multiple of so many bytes."""
+"""Every tensor in shared memory begins at a multiple of so many bytes."""
 
 Function = Callable[..., tuple[Any, Tree | None]]
-"""What a task calls, with the federation, what all tasks have in common, and the task's own values: its result, and a
-model if it has one."""
+"""What a task calls, with the federation, what all tasks have in common, and the task's own values, some of which may
+be trees: its result, and a tree if it has one. Its own trees are gone when it has returned."""
 
 
 class WorkerGone(Exception):
@@ -44,25 +45,26 @@ class WorkerGone(Exception):
 
 
 class Worker:
-    """A process that does tasks, one after the other; `start` gives it those again that it hasn't answered.
+    """A process that does tasks, one after the other; `restart` gives those again that it hasn't answered.
 
-    Models come back in shared memory: a pipe holds so little that the worker would have to wait until we have read.
+    Trees travel in shared memory: a pipe holds so little that both sides would have to wait for each other.
     """
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, federation: Federation, common: SharedTrees, room: int) -> None:
         self.federation = federation
         self.tasks: deque[tuple[int, Function, tuple[Any, ...]]] = deque()
         """Number, function and values of each task that isn't answered, oldest first."""
-        self.buffer = SharedModelBuffer(federation.problem.initial_model(), slots=TASKS_AHEAD)
-        self.process, self.connection = _start_process(federation, self.buffer)
+        self.inbox, self.outbox = (SharedTrees(federation, room, slots=TASKS_AHEAD) for _ in range(2))
+        self.memory = common, self.inbox, self.outbox
+        self.process, self.connection = _start_process(federation, self.memory)
 
-    def restart(self, common: bytes) -> None:
+    def restart(self, common: Sent) -> None:
         """Start another process in this one's place, with the same tasks."""
         self.kill()
-        self.process, self.connection = _start_process(self.federation, self.buffer)
+        self.process, self.connection = _start_process(self.federation, self.memory)
         self.share(common)
         for _, function, values in self.tasks:
-            self._send((function, values))
+            self._send_task(function, values)
 
     def kill(self) -> None:
         """End the process, also if it is stopped."""
@@ -70,22 +72,22 @@ class Worker:
         self.process.join()
         self.connection.close()
 
-    def share(self, common: bytes) -> None:
-        """Give it what the next tasks have in common, a packed tree."""
+    def share(self, common: Sent) -> None:
+        """Give it what the next tasks have in common."""
         self._send((None, common))
 
     def give(self, number: int, function: Function, values: tuple[Any, ...]) -> None:
         """Give it one more task."""
         self.tasks.append((number, function, values))
-        self._send((function, values))
+        self._send_task(function, values)
 
     def receive(self) -> tuple[int, tuple[Any, Tree]]:
-        """The number of its oldest task, the task's result and, if it has one, its model; call it when one is there.
+        """The number of its oldest task, the task's result and its tree; call it when one is there.
 
-        From then on the worker may use the model's slot again.
+        From then on the worker may use the tree's slot again, and we those of the task's own.
         """
         try:
-            fine, value, model = self.connection.recv()
+            fine, value, sent = self.connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone(error) from None
         number, _, _ = self.tasks.popleft()
@@ -93,9 +95,10 @@ class Worker:
             failure, remote = value
             failure.add_note(f"in a worker process:\n{remote}")
             raise failure
-        if isinstance(model, bytes):
-            return number, (value, tree.unpack(model))
-        return number, (value, {} if model is None else self.buffer.read(model))
+        return number, (value, {} if sent is None else tree.clone_contiguous(self.outbox.read(sent)))
+
+    def _send_task(self, function: Function, values: tuple[Any, ...]) -> None:
+        self._send((function, [self.inbox.write(value) if isinstance(value, dict) else value for value in values]))
 
     def _send(self, message: Any) -> None:
         try:
@@ -116,48 +119,75 @@ def silent(seconds: int) -> WorkerGone:
     return WorkerGone(f"a worker process didn't answer within {seconds} seconds (worker_timeout)")
 
 
-class SharedModelBuffer:
-    """Memory that two processes share, with slots for models of one layout.
+class Sent(NamedTuple):
+    """Where a tree is to be found."""
+
+    slot: int = 0
+    layout: tuple[tuple[str, torch.dtype, torch.Size], ...] = ()
+    """What lies in the slot, one behind the other."""
+    packed: bytes = b""
+    """The tree itself, if there was no room for it."""
+
+
+class SharedTrees:
+    """Memory that processes share, with slots of `room` bytes for a tree each.
 
     The slots are filled in turn; the writer must know that the next one has been read.
     """
 
-    def __init__(self, layout: Tree, slots: int) -> None:
-        spans = {name: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for name, tensor in layout.items()}
-        self.memory = torch.empty(slots, sum(spans.values()), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-        self.slots: list[Tree] = []
-        for memory in self.memory:
-            parts = zip(layout.items(), memory.split(list(spans.values())), strict=True)
-            self.slots.append(
-                {name: part[: like.nbytes].view(like.dtype).view(like.shape) for (name, like), part in parts}
-            )
+    def __init__(self, federation: Federation, room: int, slots: int) -> None:
+        size = slots * max(room, ALIGNMENT)
+        # What is only forked needs no name in a file system, which may be small, and no memory before it is used.
+        if start_method(federation) == "fork":
+            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        else:
+            memory = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self.memory = memory.view(slots, -1)
         self.next = 0
 
-    def holds(self, model: Tree) -> bool:
-        """Whether a model has the buffer's layout; one that was transformed may not."""
-        layout = self.slots[0]
-        return model.keys() == layout.keys() and all(
-            model[name].shape == like.shape and model[name].dtype == like.dtype for name, like in layout.items()
-        )
+    def write(self, content: Tree) -> Sent:
+        """Copy a tree to the next slot, if it has room for it."""
+        if required_room(content) > self.memory.shape[1]:
+            return Sent(packed=tree.pack(content))
+        slot, self.next = self.next, (self.next + 1) % len(self.memory)
+        sent = Sent(slot, tuple((name, tensor.dtype, tensor.shape) for name, tensor in content.items()))
+        for place, tensor in zip(self.read(sent).values(), content.values(), strict=True):
+            place.copy_(tensor)
+        return sent
 
-    def write(self, model: Tree) -> int:
-        """Copy a model to the next slot; returns which one that is."""
-        slot, self.next = self.next, (self.next + 1) % len(self.slots)
-        for name, tensor in self.slots[slot].items():
-            tensor.copy_(model[name])
-        return slot
+    def read(self, sent: Sent) -> Tree:
+        """The tree in a slot, not copied; or the one that was sent without."""
+        if sent.packed:
+            return tree.unpack(sent.packed)
+        found, memory, start = {}, self.memory[sent.slot], 0
+        for name, dtype, shape in sent.layout:
+            size = shape.numel() * dtype.itemsize
+            found[name] = memory[start : start + size].view(dtype).view(shape)
+            start += _span(size)
+        return found
 
-    def read(self, slot: int) -> Tree:
-        """A copy of the model in a slot."""
-        return tree.clone_contiguous(self.slots[slot])
+
+def required_room(content: Tree) -> int:
+    """The bytes that a tree takes in a slot."""
+    return sum(_span(tensor.nbytes) for tensor in content.values())
 
 
-def _start_process(federation: Federation, buffer: SharedModelBuffer) -> tuple[BaseProcess, Connection]:
+def _span(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def start_method(federation: Federation) -> str:
+    """How workers are started.
+
+    Forked ones share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux, system
+    libraries don't survive a fork. Nor does OpenMP, unless the workers have one thread only.
+    """
+    return "fork" if sys.platform == "linux" and federation.config.threads == 1 else "spawn"
+
+
+def _start_process(federation: Federation, memory: tuple[SharedTrees, ...]) -> tuple[BaseProcess, Connection]:
     """A process, and our end of the pipe to it. Nobody else has its end, so that its death is noticed."""
-    # Forked workers share the data without a copy and need nothing picklable from the user. Elsewhere than on Linux,
-    # system libraries don't survive a fork.
-    # Nor does OpenMP, unless the workers have one thread only.
-    method = "fork" if sys.platform == "linux" and federation.config.threads == 1 else "spawn"
+    method = start_method(federation)
     if method == "spawn":
         try:
             pickle.dumps(federation)
@@ -170,7 +200,7 @@ def _start_process(federation: Federation, buffer: SharedModelBuffer) -> tuple[B
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     _limit_waiting(ours, federation.config.worker_timeout)
-    process = context.Process(target=_work, args=(federation, theirs, buffer), daemon=True)
+    process = context.Process(target=_work, args=(federation, theirs, *memory), daemon=True)
     with _interrupts_blocked() if method == "spawn" else nullcontext():
         process.start()
     theirs.close()
@@ -204,7 +234,9 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _work(federation: Federation, tasks: Connection, buffer: SharedModelBuffer) -> None:
+def _work(
+    federation: Federation, tasks: Connection, shared: SharedTrees, given: SharedTrees, results: SharedTrees
+) -> None:
     """A worker's loop: take a task, send back its result."""
     _init_process(federation)
     inbox: SimpleQueue[Any] = SimpleQueue()
@@ -213,14 +245,12 @@ def _work(federation: Federation, tasks: Connection, buffer: SharedModelBuffer) 
     while True:
         function, task = inbox.get()
         if function is None:
-            common = tree.unpack(task)
+            common = tree.clone_contiguous(shared.read(task))
             continue
         try:
-            value, model = function(federation, common, *task)
-            sent: int | bytes | None = None
-            if model is not None:
-                sent = buffer.write(model) if buffer.holds(model) else tree.pack(model)
-            tasks.send((True, value, sent))
+            values = (given.read(value) if isinstance(value, Sent) else value for value in task)
+            value, found = function(federation, common, *values)
+            tasks.send((True, value, None if found is None else results.write(found)))
         except Exception as error:
             remote = "".join(traceback.format_exception(error))
             try:

@@ -97,6 +97,46 @@ def test_models_come_back_whole_though_their_places_are_used_again() -> None:
         assert all(torch.equal(tensor, torch.full_like(layout[name], number)) for name, tensor in model.items())
 
 
+def returned(federation: Federation, common: Tree, number: int, given: Tree) -> tuple[int, Tree]:
+    time.sleep(0.05 if number % 3 == 0 else 0.0)
+    return number, {name: tensor + common["one"].to(tensor.dtype) for name, tensor in given.items()}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [0, 3, 100_000], ids=["none", "few", "more than there is room for"])
+def test_a_task_s_own_tree_arrives_and_comes_back(size: int, threads: int) -> None:
+    def given(number: int) -> Tree:
+        whole = torch.arange(size) + number
+        return {"b": whole.float().view(1, -1), "a": torch.tensor(number), "c": whole.to(torch.uint8)} if size else {}
+
+    with backend(2, threads=threads) as workers:
+        for _ in range(2):
+            tasks = ((number, given(number)) for number in range(9))
+            held = list(workers._in_order(returned, {"one": torch.ones(1)}, tasks))
+            for number, (value, found) in enumerate(held):
+                assert value == number
+                assert found.keys() == given(number).keys()
+                for name, tensor in given(number).items():
+                    assert found[name].dtype == tensor.dtype
+                    assert torch.equal(found[name].view(tensor.shape), tensor + 1)
+
+
+def once_deadly(federation: Federation, common: Tree, mark: str, given: Tree) -> tuple[int, Tree]:
+    given["a"] += 1  # in shared memory, too
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0, given
+
+
+def test_a_worker_in_another_s_place_gets_the_same_trees(tmp_path: Path) -> None:
+    with backend(2) as workers:
+        tasks = ((str(tmp_path / "mark"), {"a": torch.full((5,), number)}) for number in range(9))
+        results = [found["a"].tolist() for _, found in workers._in_order(once_deadly, {}, tasks)]
+        assert workers.replaced == 1
+    assert results == [5 * [number + 1] for number in range(9)]
+
+
 def test_workers_with_several_threads(tmp_path: Path) -> None:
     """They can't be forked, so the model and the data must be such that they can be sent."""
     done = dynafed.run(tiny(workers=2, threads=2, rounds=1), train=TRAIN, test=TEST, out=tmp_path / "r")

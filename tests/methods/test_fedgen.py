@@ -16,7 +16,7 @@ from torch import Tensor
 from dynafed import optim, tree
 from dynafed.engine.federation import Federation
 from dynafed.engine.local import local_update
-from dynafed.generator import generate, generator_loss
+from dynafed.generator import cumulative, draw_inputs, generate, generator_loss
 from dynafed.methods import ServerContext
 from dynafed.tree import Tree
 
@@ -153,3 +153,13 @@ def test_a_client_of_one_sample_can_train(size: int) -> None:
     state["seen/rounds"] += 1
     update, _ = trained(federation, federation.methods.clients[0].broadcast(state))
     assert np.isfinite(update.loss)
+
+
+def test_labels_and_noise_are_those_of_numpy_s_choice() -> None:
+    shares = torch.tensor([0.1, 0.0, 0.25, 0.3, 1e-6, 0.05])
+    exact = shares.double() / shares.double().sum()
+    ours, theirs = (np.random.default_rng(5) for _ in range(2))
+    for _ in range(3):
+        labels, noise = draw_inputs(cumulative(shares), 100, 4, ours, torch.device("cpu"), more=3)
+        assert labels.tolist() == theirs.choice(len(shares), 100, p=exact.numpy()).tolist()
+        assert torch.equal(noise, torch.from_numpy(theirs.standard_normal((103, 4))).float())

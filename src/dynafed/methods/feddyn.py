@@ -69,11 +69,8 @@ class FedDyn(Method):
     def finish(self, params: Tree, client: ClientContext) -> ClientOutput:
         """At the optimum of the bent loss, the data's own gradient is g_i - alpha * (w_i - w_global)."""
         alpha = self.settings.alpha
-        return ClientOutput(
-            state=map_tensors(
-                lambda turned, w, start: -turned - alpha * (w - start), client.prepared, params, client.global_params
-            )
-        )
+        ways = map_tensors(lambda w, start: (w - start).mul_(alpha), params, client.global_params)
+        return ClientOutput(state=map_tensors(lambda turned, way: turned.neg().sub_(way), client.prepared, ways))
 
     def init_server(self, problem: Problem, model: Tree) -> Tree:
         """The server's h = 0."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dynafed import optim
-from dynafed.generator import all_heads, draw_inputs, fresh, generate, generator_loss
+from dynafed.generator import all_heads, cumulative, draw_inputs, fresh, generate, generator_loss
 from dynafed.kernels import FusedLoss, generator_fits, practice_loss, train_generator
 from dynafed.methods.base import ClientContext, ClientOutput, Method, Needs, ServerContext, ServerOutput
 from dynafed.problem import Problem
@@ -54,14 +54,22 @@ class FedGen(Method):
     settings: FedGenSettings
     zero_means_fedavg = ("alpha", "beta")
 
-    def sample_step(self, batch_size: int, client: ClientContext) -> Tree:
-        """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
-        chosen, rounds = self.settings, int(client.extras["seen/rounds"])
+    def prepare(self, client: ClientContext) -> Tree:
+        """How labels are distributed, and how much both terms still count; nothing in round 1."""
+        rounds = int(client.extras["seen/rounds"])
         if not rounds:
             return {}
-        shares, device = client.extras["seen/labels"], client.x.device
+        fading = torch.tensor(self.settings.decay**rounds, dtype=torch.float32, device=client.x.device)
+        return {"labels": torch.from_numpy(cumulative(client.extras["seen/labels"])), "fading": fading}
+
+    def sample_step(self, batch_size: int, client: ClientContext) -> Tree:
+        """Labels, noise for them and for the batch, and how much both terms still count; nothing in round 1."""
+        chosen, known = self.settings, client.prepared
+        if not known:
+            return {}
+        shares, device = known["labels"].numpy(), client.x.device
         labels, noise = draw_inputs(shares, chosen.client_batch, chosen.noise, client.rng, device, more=batch_size)
-        return {"labels": labels, "noise": noise, "fading": noise.new_tensor(chosen.decay**rounds)}
+        return {"labels": labels, "noise": noise, "fading": known["fading"]}
 
     def loss(self, params: Tree, x: Tensor, y: Tensor, client: ClientContext) -> Tensor:
         """Cross-entropy and both terms."""
@@ -119,9 +127,9 @@ class FedGen(Method):
         net = column_major(net, [name for name in net if net[name].ndim == 2]) if fused else net
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
         adam.load_state(to(parts.get("adam", {}), problem.device))
-        rng = problem.seeds.rng(self.name, server.round)
+        rng, shares = problem.seeds.rng(self.name, server.round), cumulative(seen["labels"])
         drawn = (
-            draw_inputs(seen["labels"], chosen.batch_size, chosen.noise, rng, problem.device)
+            draw_inputs(shares, chosen.batch_size, chosen.noise, rng, problem.device)
             for _ in range(chosen.steps)
         )
         if fused and chosen.steps:

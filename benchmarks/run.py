@@ -37,9 +37,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", default=DEFAULT, choices=(*SECTIONS, "table"), metavar="section")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
     parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
-    parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w5, to scale it down")
+    parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w6, to scale it down")
     parser.add_argument(
         "--variants-of", choices=WORKLOADS, help="take each side only in the variant that was fastest in that section"
+    )
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="w1 to w6: add the turns to those that were measured before, on the same work",
     )
     parser.add_argument("--malloc", action="store_true", help="give all sides glibc's settings against page faults")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see whether everything runs")
@@ -87,10 +92,19 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         print(section, file=sys.stderr, flush=True)
         where, began = machine.describe(), time.perf_counter()
-        found = {"section": section, "machine": where, "environment": environment, **measures[section]()}
+        file = results / f"{section}.json"
+        before = json.loads(file.read_text()) if given.add and file.exists() else None
+        if before and before["machine"]["cpu"] != where["cpu"]:
+            parser.error(f"--add: {file.name} was measured on another machine")
+        measured = measures[section]()
+        if section in WORKLOADS:
+            measured = rounds.together(before, measured) if before else measured
+            call = {"load_before": where["load_before"], "date": where["date"], "repeats": given.repeats}
+            measured["calls"] = [*(before or {}).get("calls", []), call]
+        found = {"section": section, "machine": where, "environment": environment, **measured}
         found |= {"variants_of": given.variants_of} if given.variants_of else {}
         found["took_seconds"] = time.perf_counter() - began
-        (results / f"{section}.json").write_text(json.dumps(found, indent=1) + "\n")
+        file.write_text(json.dumps(found, indent=1) + "\n")
         if section == "growth":
             growth.plot(found, results / "growth.png")
         write_table(results)

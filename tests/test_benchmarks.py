@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from bench import growth, machine, methods, rounds, sides, synthesis, table
-from bench.workloads import W1, W2, W4, W5, toy, write_data
+from bench.workloads import W1, W2, W4, W5, W6, toy, write_data
 from peers.matching import peer as matching
 from peers.ours.job import CLEAR, config, replay
 from peers.protocol import Workload
@@ -31,7 +32,14 @@ def test_everybody_trains_the_same_network(workload: Workload) -> None:
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("workload", [toy(W1), toy(W2), toy(W4), toy(W5)], ids=lambda workload: workload.model)
+OWN = replace(W1, model="own mlp")
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [toy(workload) for workload in (W1, W2, W4, W5, OWN, *W6)],
+    ids=lambda workload: f"{workload.model}-{workload.method}",
+)
 def test_a_client_of_ours_does_the_steps_that_we_claim(workload: Workload) -> None:
     seen = replay(workload)
     assert seen.steps == workload.steps
@@ -41,33 +49,30 @@ def test_a_client_of_ours_does_the_steps_that_we_claim(workload: Workload) -> No
 def test_sides_take_turns_and_the_table_says_what_they_did(tmp_path: Path) -> None:
     workload = toy(W1)
     plain = {side.options["loop"]: side for side in rounds.PLAIN if side.options["threads"] == 1}
-    playing = [*rounds.OURS, *plain.values(), sides.Side("floor", "1 process", {"threads": 1})]
+    playing = [*rounds.OURS, rounds.OWN, *plain.values(), sides.Side("floor", "1 process", {"threads": 1})]
     broken = sides.Side("plain", "broken", {"loop": "none", "threads": 1})
     data = write_data(workload, tmp_path / "data")
     results, absent = sides.interleave([(side, workload, data) for side in [*playing, broken]], 2, {}, warm_up=1)
     assert [result["side"] for result in results] == [side.label for side in playing]
     assert [entry["side"] for entry in absent] == ["plain, broken"]
     assert "KeyError" in absent[0]["reason"]
-    results = [rounds.checked(result, workload) for result in results]
+    whole = workload.to_json() | {"steps_a_client": workload.steps}
+    found = rounds.summary(whole, 2, results, absent)
+    results = found["sides"]
     assert {result["steps_a_client"] for result in results} == {workload.steps}
     assert len({result["parameters"] for result in results}) == 1
     assert {len(result["seconds"]) for result in results} == {2}
     losses = [result["loss"] for result in results if result["loss"] is not None]
-    assert len(losses) == 3
+    assert len(losses) == 4
     assert max(losses) < 3
 
-    best = rounds.best_of_each(results)
-    found = {
-        "machine": machine.describe(),
-        "environment": {},
-        "workload": workload.to_json(),
-        "repeats": 2,
-        "sides": results,
-        "absent": absent,
-        "best": best,
-        "ratios": rounds.ratios(best),
-    }
-    (tmp_path / "w1.json").write_text(json.dumps(found))
+    assert set(found["best"]) == {"ours", "own network", "plain loader", "plain careful", "floor"}
+    again = rounds.together(found, found | {"sides": results[:2]})
+    assert [len(result["seconds"]) for result in again["sides"]] == [4, 4, 2, 2, 2]
+    assert all(result["same_work"] for result in again["sides"])
+    assert again["best"] == found["best"]
+    assert again["absent"] == absent
+    (tmp_path / "w1.json").write_text(json.dumps({"machine": machine.describe(), "environment": {}, **found}))
     page = table.render(tmp_path)
     assert "| plain, careful, 1 thread |" in page
     assert "plain, broken (ended with code 1" in page
@@ -76,11 +81,20 @@ def test_sides_take_turns_and_the_table_says_what_they_did(tmp_path: Path) -> No
 
 
 def test_who_skips_steps_is_out_of_competition() -> None:
-    workload = toy(W1)
+    workload = {"per_round": 4, "steps_a_client": 2}
     lazy = {"name": "fedjax", "side": "fedjax, jit", "options": {}, "best": 0.1, "rounds": 2, "steps": 1}
-    honest = lazy | {"name": "ours", "side": "ours", "best": 1.0, "steps": 2 * workload.per_round * workload.steps}
+    honest = lazy | {"name": "ours", "side": "ours", "best": 1.0, "steps": 2 * 4 * 2}
     best = rounds.best_of_each([rounds.checked(one, workload) for one in (lazy, honest)])
     assert list(best) == ["ours"]
+
+
+def test_methods_are_compared_with_those_who_have_them() -> None:
+    sides = {workload.method: {side.name for side in rounds.sides_of(workload, rounds.NAMES)} for workload in W6}
+    assert sides == {
+        "fedprox": {"ours", "pfl", "fluke"},
+        "scaffold": {"ours", "pfl", "fluke"},
+        "moon": {"ours", "fluke"},
+    }
 
 
 def test_both_ways_to_the_synthesis_gradient_agree() -> None:

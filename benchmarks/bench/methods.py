@@ -10,7 +10,7 @@ from typing import Any
 
 from peers.protocol import Workload
 
-from bench.rounds import WARM_UP
+from bench.rounds import RECORDED
 from bench.sides import Side, interleave
 from bench.workloads import write_data
 
@@ -49,7 +49,7 @@ def measure(workload: Workload, repeats: int, environment: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(workload, Path(folder))
         jobs = [(side, workload, data) for side in sides]
-        results, absent = interleave(jobs, repeats, environment, warm_up=WARM_UP["w1"])
+        results, absent = interleave(jobs, repeats, environment, warm_up=RECORDED["w1"])
     best = {result["variant"]: result["best"] for result in results}
     return {
         "workload": workload.to_json(),

@@ -39,6 +39,8 @@ class Side:
     most: int = 10**9
     """Turns at most: a side that takes minutes may have fewer than the others."""
     timeout: float = 1800.0
+    warm_up: int = 0
+    """Rounds that don't count, if not as many as the other sides'."""
 
     @property
     def label(self) -> str:
@@ -58,7 +60,7 @@ class Player:
         self.task = {"workload": workload.to_json(), "data": str(data), "options": dict(side.options)}
         self.environment = (
             {name: value for name, value in os.environ.items() if not name.startswith(CLEARED)}
-            | {"PYTHONPATH": str(HERE)}
+            | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent / "src")))}
             | ({"OMP_NUM_THREADS": str(side.options["threads"])} if "threads" in side.options else {})
             | environment
         )
@@ -223,7 +225,7 @@ def interleave(
             if attempt(player, player.__enter__):
                 playing.append(player)
                 say(f"  {side.label}: warming up")
-                if not attempt(player, lambda player=player: player.warm_up(warm_up)):  # type: ignore[misc]
+                if not attempt(player, lambda player=player: player.warm_up(player.side.warm_up or warm_up)):  # type: ignore[misc]
                     drop(player)
         for number in range(repeats):
             for player in list(playing):

@@ -13,7 +13,12 @@ W2 = Workload("w2", "convnet", 64, (3, 32, 32), clients=40, per_round=16, sample
 W3 = Workload("w3", "convnet", 128, (3, 32, 32), clients=80, per_round=32, samples=625)
 W4 = Workload("w4", "own", 32, (3, 32, 32), clients=40, per_round=16, samples=500)
 W5 = Workload("w5", "resnet8", 16, (3, 32, 32), clients=40, per_round=16, samples=500)
-WORKLOADS = {workload.name: workload for workload in (W1, W2, W3, W4, W5)}
+W6 = tuple(
+    replace(W1, name=f"w6-{method}", method=method, **changes)  # type: ignore[arg-type]
+    # SCAFFOLD's option II, which the peers have, takes a client's own steps for gradients: they must be plain descent.
+    for method, changes in {"fedprox": {}, "scaffold": {"optimizer": "sgd", "lr": 0.05}, "moon": {}}.items()
+)
+WORKLOADS = {workload.name: workload for workload in (W1, W2, W3, W4, W5, *W6)}
 
 
 def toy(workload: Workload) -> Workload:

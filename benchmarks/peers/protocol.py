@@ -6,7 +6,7 @@ sides can be kept alive and take turns:
     harness: {"workload": {...}, "data": "folder", "options": {...}}
     side:    {"ready": {"parameters": 118282, "versions": {...}}}
     harness: {"rounds": 1}
-    side:    {"seconds": [0.93], "steps": 768, "loss": 1.9, "peak_mb": 41.0}
+    side:    {"seconds": [0.93], "steps": 768, "loss": 1.9, "accuracies": [], "peak_mb": 41.0}
 
 The end of standard input ends the side. Nothing but Python and numpy is needed here: every peer's environment has both.
 """
@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+PROX_MU, MOON_MU, MOON_TEMPERATURE = 0.01, 5.0, 0.5
+"""Of FedProx and MOON, on every side."""
 SAMPLES_FOR_LOSS = 1000
 """A side reports the mean loss of its global model on so many training samples."""
 
@@ -48,6 +50,8 @@ class Workload:
     classes: int = 10
     batch: int = 32
     lr: float = 1e-3
+    optimizer: str = "adam"
+    method: str = "fedavg"
 
     @property
     def steps(self) -> int:
@@ -81,6 +85,12 @@ class Task:
         """Samples and labels, shared with the other sides through the page cache."""
         return np.load(self.data / "x.npy", mmap_mode="c"), np.load(self.data / "y.npy")
 
+    def test_arrays(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The same of what is evaluated on after every round; None if nothing is."""
+        if not (self.data / "test_x.npy").exists():
+            return None
+        return np.load(self.data / "test_x.npy"), np.load(self.data / "test_y.npy")
+
 
 class Turns:
     """A side's end of the conversation.
@@ -98,6 +108,8 @@ class Turns:
         """Called when the harness wants no more."""
         self.loss: Callable[[], float] | None = None
         """The global model's present loss; measured off the clock."""
+        self.accuracy: Callable[[], float] | None = None
+        """Its present accuracy, if every round is to be evaluated; that is a part of the round."""
         task = self._hear()
         workload = task["workload"] | {"shape": tuple(task["workload"]["shape"])}
         self.task = Task(Workload(**workload), Path(task["data"]), task["options"])
@@ -113,6 +125,8 @@ class Turns:
 
     def finished(self, steps: int) -> None:
         """A round is done, with so many optimizer steps in all; wait until the next is wanted."""
+        if self.accuracy:
+            self._accuracies.append(self.accuracy())
         self._seconds.append(time.perf_counter() - self._began)
         self._steps += steps
         if len(self._seconds) < self._wanted:
@@ -120,7 +134,8 @@ class Turns:
             return
         loss = self.loss() if self.loss else None
         peak = peak_mb() - self._baseline
-        self._say({"seconds": self._seconds, "steps": self._steps, "loss": loss, "peak_mb": peak})
+        said = {"seconds": self._seconds, "steps": self._steps, "loss": loss}
+        self._say(said | {"accuracies": self._accuracies, "peak_mb": peak})
         self._wait()
 
     def run(self, one_round: Callable[[], int]) -> NoReturn:
@@ -132,6 +147,7 @@ class Turns:
     def _wait(self) -> None:
         self._wanted = self._hear()["rounds"]
         self._seconds: list[float] = []
+        self._accuracies: list[float] = []
         self._steps = 0
         self._began = time.perf_counter()
 

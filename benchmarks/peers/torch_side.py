@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from peers.protocol import SAMPLES_FOR_LOSS, Task, Workload
+from peers.protocol import SAMPLES_FOR_LOSS, Task, Turns, Workload
 
 
 def network(workload: Workload) -> nn.Module:
@@ -22,7 +22,7 @@ def network(workload: Workload) -> nn.Module:
     if workload.model == "resnet8":
         return ResNet8(workload)
     layers: list[nn.Module]
-    if workload.model == "mlp":
+    if workload.model in ("mlp", "own mlp"):
         sizes = [int(np.prod(workload.shape)), workload.width, workload.width]
         layers = [nn.Flatten()]
         for inputs, outputs in pairwise(sizes):
@@ -107,14 +107,15 @@ def parameters(module: nn.Module) -> int:
 
 
 class Steps:
-    """Counts the steps of every Adam optimizer in this process, whoever takes them."""
+    """Counts the steps of every optimizer in this process, whoever takes them; but for the server's, if it has one."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.server: torch.optim.Optimizer | None = None
         register_optimizer_step_post_hook(self._seen)
 
     def _seen(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.count += isinstance(optimizer, torch.optim.Adam)
+        self.count += optimizer is not self.server
 
     def take(self) -> int:
         """The steps since it was last asked."""
@@ -122,14 +123,27 @@ class Steps:
         return count
 
 
-def loss_of(module: Callable[[], nn.Module], x: Tensor, y: Tensor) -> Callable[[], float]:
-    """A function that measures the present global model."""
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def judge(turns: Turns, module: Callable[[], nn.Module], x: Tensor, y: Tensor) -> None:
+    """Let the present global model be measured: its loss on some samples; if there are test samples, its accuracy."""
 
     @torch.no_grad()
-    def measure() -> float:
+    def loss() -> float:
         return float(F.cross_entropy(module()(x[:SAMPLES_FOR_LOSS]), y[:SAMPLES_FOR_LOSS]))
 
-    return measure
+    turns.loss = loss
+    if (test := turns.task.test_arrays()) is None:
+        return
+    samples, labels = map(torch.from_numpy, test)
+
+    @torch.no_grad()
+    def accuracy() -> float:
+        parts = zip(samples.split(SAMPLES_FOR_LOSS), labels.split(SAMPLES_FOR_LOSS), strict=True)
+        return sum(int((module()(some).argmax(1) == wanted).sum()) for some, wanted in parts) / len(labels)
+
+    turns.accuracy = accuracy
 
 
 def pretend_torchvision_ops() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from peers.protocol import Turns
-from peers.torch_side import Steps, loss_of, network, parameters, pretend_torchvision_ops, tensors
+from peers.torch_side import Steps, judge, network, parameters, pretend_torchvision_ops, tensors
 
 pretend_torchvision_ops()
 
@@ -59,7 +59,7 @@ def main() -> None:
     rows = [workload.rows(i) for i in range(workload.clients)]
     trainer.setup_dataset(Clients([TensorDataset(x[part], y[part]) for part in rows]))
     trainer.setup_optim(1, workload.batch, workload.lr)
-    turns.loss = loss_of(lambda: handler.model, x, y)
+    judge(turns, lambda: handler.model, x, y)
     pipeline = Pipeline(handler, trainer, turns, Steps())
     turns.ready(parameters(model), "fedlab", "torch")
     turns.start()

@@ -23,7 +23,7 @@ from flwr.simulation import run_simulation
 from torch.utils.data import DataLoader, TensorDataset
 
 from peers.protocol import Task, Turns
-from peers.torch_side import Steps, loss_of, network, parameters, tensors
+from peers.torch_side import Steps, judge, network, parameters, tensors
 
 FOREVER = 10**9
 
@@ -84,7 +84,7 @@ def server_app(turns: Turns) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         model = network(workload)
-        turns.loss = loss_of(lambda: model, *everything(str(turns.task.data)))
+        judge(turns, lambda: model, *everything(str(turns.task.data)))
 
         def after(round: int, arrays: ArrayRecord) -> Any:
             if round == 0:

@@ -17,8 +17,8 @@ import dynafed
 from dynafed import models
 from dynafed.engine.federation import Federation
 from dynafed.execution import single_thread
-from peers.protocol import Workload
-from peers.torch_side import network, parameters
+from peers.protocol import MOON_MU, MOON_TEMPERATURE, PROX_MU, Workload
+from peers.torch_side import OPTIMIZERS, network, parameters
 
 CLEAR = 5.0
 """The engine's client must be so many times closer to the plain loop than that was one step before its end."""
@@ -28,16 +28,25 @@ PROVEN = 16
 because rounding opens and closes ReLUs, and a step is 5 %."""
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "fedprox": {"fedprox.mu": PROX_MU},
+    "scaffold": {"scaffold.option": "II"},
+    "moon": {"moon.mu": MOON_MU, "moon.temperature": MOON_TEMPERATURE},
+}
+"""What a method is given."""
+
+
 def config(workload: Workload, **more: Any) -> dynafed.Config:
     """The workload as a config; everything that it doesn't decide is left as it is by default."""
     built_in = {"model": workload.model, f"{workload.model}.width": workload.width}
     settings = {
-        "method": "fedavg",
+        "method": workload.method,
+        **METHODS.get(workload.method, {}),
         **({} if factory(workload) else built_in),
         "clients": workload.clients,
         "clients_per_round": workload.per_round,
         "batch_size": workload.batch,
-        "optimizer": "adam",
+        "optimizer": workload.optimizer,
         "lr": workload.lr,
     }
     return dynafed.Config.load(None, settings | more)
@@ -45,7 +54,7 @@ def config(workload: Workload, **more: Any) -> dynafed.Config:
 
 def factory(workload: Workload) -> Callable[[], nn.Module] | None:
     """What makes the network, if it is one that a user brings."""
-    return partial(network, workload) if workload.model in ("own", "resnet8") else None
+    return partial(network, workload) if workload.model in ("own", "own mlp", "resnet8") else None
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Replay:
 
 def replay(workload: Workload) -> Replay:
     """Train one client both ways: the engine on its own kernels, as in the long run that is measured, and torch's loop
-    in float64. A step more or less would show, and so would other data or another optimizer.
+    in float64. A step more or less would show, and so would other data or another optimizer. In a client's first round,
+    SCAFFOLD and MOON are FedAvg.
     """
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(workload.samples, *workload.shape, generator=rng)
@@ -77,12 +87,17 @@ def replay(workload: Workload) -> Replay:
     }
     federation = Federation.create(job.replace(kernels="torch"), **given)
     plain = federation.problem.model.double().train()
-    optimizer = torch.optim.Adam(plain.parameters(), workload.lr)
+    optimizer = OPTIMIZERS[workload.optimizer](plain.parameters(), workload.lr)  # type: ignore[call-arg]
+    start = [parameter.detach().clone() for parameter in plain.parameters()]
+    pull = PROX_MU if workload.method == "fedprox" else 0.0
     order = torch.from_numpy(federation.problem.seeds.rng("batches", 1, 0).permutation(workload.samples))
     path = [weights(plain)]
     for index in order.split(workload.batch):
         optimizer.zero_grad()
         F.cross_entropy(plain(x[index].double()), y[index]).backward()
+        for parameter, before in zip(plain.parameters(), start, strict=True):
+            assert parameter.grad is not None
+            parameter.grad += pull * (parameter.detach() - before)
         optimizer.step()
         path.append(weights(plain))
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +117,7 @@ def weights(module: nn.Module) -> Tensor:
 
 def proven_steps(workload: Workload) -> tuple[int, int]:
     """How many optimizer steps a client of the engine does, and the number of parameters."""
-    proven = replace(workload, width=min(workload.width, PROVEN)) if workload.model != "mlp" else workload
+    proven = replace(workload, width=min(workload.width, PROVEN)) if "mlp" not in workload.model else workload
     with single_thread():  # as the engine's workers; two would round otherwise
         seen = replay(proven)
     if seen.apart * CLEAR > seen.one_step:

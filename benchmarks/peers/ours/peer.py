@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,8 @@ class Asked(Callback):
 def main() -> None:
     turns = Turns()
     workload = turns.task.workload
+    if turns.task.options.get("own"):
+        workload = replace(workload, model=f"own {workload.model}")
     x, y = turns.task.arrays()
     order = np.arange(x.shape[0])
     everyone = [order[workload.rows(client)] for client in range(workload.clients)]

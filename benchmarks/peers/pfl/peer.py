@@ -1,4 +1,4 @@
-"""pfl-research: its simulation of FedAvg, in one process or in two that share the clients of a round.
+"""pfl-research: its simulation of FedAvg, FedProx or SCAFFOLD, in one process or in two that share a round's clients.
 
 Its in-memory dataset does not shuffle: batches are views of a client's samples in their order, which costs less than
 what the other sides do.
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from peers.protocol import Task, Turns, Workload
-from peers.torch_side import Steps, loss_of, network, parameters, tensors
+from peers.protocol import PROX_MU, Task, Turns, Workload
+from peers.torch_side import OPTIMIZERS, Steps, judge, network, parameters, tensors
 
 FOREVER = 10**9
 
@@ -89,14 +89,34 @@ class Leader(Turns):
         self.closing = close
 
 
+def method(workload: Workload) -> tuple[Any, Any]:
+    """The algorithm and its parameters."""
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.algorithm.fedprox import FedProx, FedProxParams
+    from pfl.algorithm.scaffold import SCAFFOLD, SCAFFOLDParams
+    from pfl.data.user_state import InMemoryUserStateStorage
+
+    given = {
+        "central_num_iterations": FOREVER,
+        "evaluation_frequency": FOREVER,
+        "train_cohort_size": workload.per_round,
+        "val_cohort_size": 0,
+    }
+    if workload.method == "fedprox":
+        return FedProx(), FedProxParams(mu=PROX_MU, **given)
+    if workload.method == "scaffold":
+        own = {"population": workload.clients, "use_gradient_as_control_variate": False}
+        return SCAFFOLD(), SCAFFOLDParams(user_state_storage=InMemoryUserStateStorage(), **own, **given)
+    return FederatedAveraging(), NNAlgorithmParams(**given)
+
+
 def simulate(turns: Any) -> None:
     """The simulation proper, the same in every process."""
     workload: Workload = turns.task.workload
     torch.set_num_threads(turns.task.options["threads"])
 
     from pfl.aggregate.simulate import SimulatedBackend
-    from pfl.algorithm.base import NNAlgorithmParams
-    from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.callback.base import TrainingProcessCallback
     from pfl.data.dataset import Dataset
     from pfl.data.federated_dataset import FederatedDataset
@@ -132,24 +152,19 @@ def simulate(turns: Any) -> None:
     users = {
         i: Dataset(raw_data=[x[workload.rows(i)], y[workload.rows(i)]], user_id=str(i)) for i in range(workload.clients)
     }
-    data = FederatedDataset(users.__getitem__, get_user_sampler("random", list(users)))
+    # What SCAFFOLD's clients remember stays in their process, so they have to stay, too.
+    silos = {"num_silos": turns.task.options.get("processes", 1)} if workload.method == "scaffold" else {}
+    data = FederatedDataset(users.__getitem__, get_user_sampler("random", list(users), **silos))
     module = Network()
-    model = PyTorchModel(
-        module,
-        local_optimizer_create=torch.optim.Adam,
-        central_optimizer=torch.optim.SGD(module.parameters(), 1.0),
-    )
+    steps.server = torch.optim.SGD(module.parameters(), 1.0)
+    model = PyTorchModel(module, local_optimizer_create=OPTIMIZERS[workload.optimizer], central_optimizer=steps.server)
+    algorithm, settings = method(workload)
     if isinstance(turns, Turns):
-        turns.loss = loss_of(lambda: module.network, x, y)
+        judge(turns, lambda: module.network, x, y)
         turns.ready(parameters(module), "pfl", "torch")
     turns.start()
-    FederatedAveraging().run(
-        NNAlgorithmParams(
-            central_num_iterations=FOREVER,
-            evaluation_frequency=FOREVER,
-            train_cohort_size=workload.per_round,
-            val_cohort_size=0,
-        ),
+    algorithm.run(
+        settings,
         SimulatedBackend(training_data=data, val_data=None),
         model,
         NNTrainHyperParams(local_num_epochs=1, local_learning_rate=workload.lr, local_batch_size=workload.batch),

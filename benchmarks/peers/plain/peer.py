@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from peers.protocol import Turns
-from peers.torch_side import Steps, loss_of, network, parameters, tensors
+from peers.torch_side import Steps, judge, network, parameters, tensors
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
             torch._foreach_copy_(list(model.parameters()), sums)
         return steps.take()
 
-    turns.loss = loss_of(lambda: model, x, y)
+    judge(turns, lambda: model, x, y)
     turns.ready(parameters(model), "torch")
     turns.run({"loader": loader_round, "careful": careful_round}[options["loop"]])
 

@@ -1,10 +1,11 @@
 """Measure dynafed against others on the same work.
 
-    python benchmarks/run.py                                    everything but the slow w3 and scale
+    python benchmarks/run.py                                    everything but the slow w3, accuracy and scale
     python benchmarks/run.py w1 s1 --repeats 7
     python benchmarks/run.py w2 --peers fedjax,flower
     python benchmarks/run.py w3 --per-round 4                   an eighth of the round; its table says so
     python benchmarks/run.py w3 --variants-of w2                the whole round; every side as it was fastest on W2
+    python benchmarks/run.py accuracy --presets cpu-fmnist-mlp  may be interrupted: it goes on where it was
     python benchmarks/run.py table                              only RESULTS.md, from what was measured
 
 Each section writes its JSON as soon as it is done, and the table is made anew from all of them.
@@ -22,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import growth, machine, methods, rounds, scale, startup, synthesis, table
+from bench import accuracy, growth, machine, methods, rounds, scale, startup, synthesis, table
 from bench.places import RESULTS, TABLE
 from bench.workloads import WORKLOADS, toy
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-SECTIONS = (*WORKLOADS, "methods", "s1", "growth", "scale", "startup")
-DEFAULT = tuple(section for section in SECTIONS if section not in ("w3", "scale"))
+SECTIONS = (*WORKLOADS, "methods", "accuracy", "s1", "growth", "scale", "startup")
+DEFAULT = tuple(section for section in SECTIONS if section not in ("w3", "accuracy", "scale"))
 REPEATS = 5
 
 
@@ -46,6 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="w1 to w6: add the turns to those that were measured before, on the same work",
     )
+    parser.add_argument(
+        "--presets", default=",".join(accuracy.PRESETS), help="which presets in accuracy (default %(default)s)"
+    )
+    parser.add_argument("--peer-rounds", type=int, default=0, help="rounds of the peers in accuracy, if not all")
     parser.add_argument("--malloc", action="store_true", help="give all sides glibc's settings against page faults")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see whether everything runs")
     parser.add_argument("--out", type=Path, help="folder for the results, if not the committed one")
@@ -86,6 +91,14 @@ def main(arguments: list[str] | None = None) -> None:
     measures["growth"] = lambda: growth.measure(given.repeats, environment, axes)
     few = {"clients": 200, "per_round": 10, "rounds": 10} if given.toy else {}
     measures["scale"] = lambda: scale.measure(environment, **few)
+    curves = results / "accuracy.json"
+    measures["accuracy"] = lambda: accuracy.measure(
+        given.presets.split(","),
+        peers,
+        environment,
+        json.loads(curves.read_text()) if curves.exists() else {},
+        *((3, 2) if given.toy else (0, given.peer_rounds)),
+    )
     measures["startup"] = lambda: startup.measure(given.repeats, environment)
     for section in given.sections:
         if section == "table":
@@ -107,6 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
         if section == "growth":
             growth.plot(found, results / "growth.png")
+        if section == "accuracy":
+            accuracy.plot(found, results / "accuracy.png")
         write_table(results)
     write_table(results)
 

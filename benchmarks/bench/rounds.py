@@ -75,7 +75,7 @@ def measure(
     labels, theirs only."""
     sides = sides_of(workload, peers)
     if chosen:
-        sides = [side for side in sides if side.label in chosen]
+        sides = [side for side in sides if side.label in {*chosen, OWN.label}]
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(workload, Path(folder))
         jobs = [(side, workload, data) for side in sides]

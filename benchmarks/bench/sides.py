@@ -9,6 +9,7 @@ import select
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Player:
         self.log = LOGS / f"{workload.name}-{side.label}.log".replace(" ", "_").replace("/", "_")
         self.turns: list[float] = []
         self.cpu: list[float] = []
-        self.first = math.nan
+        self.started = self.first = math.nan
         self.settled = 0.0
         self.steps = self.rounds = 0
         self.last: dict[str, Any] = {}
@@ -76,6 +77,7 @@ class Player:
 
     def __enter__(self) -> Player:
         python = environments.python_of(self.side.name, self.side.flavour)
+        began = time.perf_counter()
         self.process = subprocess.Popen(
             [str(python), "-m", f"peers.{self.side.name}.peer"],
             stdin=subprocess.PIPE,
@@ -88,6 +90,7 @@ class Player:
         try:
             self._say(self.task)
             self.facts: dict[str, Any] = self._hear()["ready"]
+            self.started = time.perf_counter() - began
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -108,12 +111,12 @@ class Player:
 
     def warm_up(self, rounds: int = 2) -> None:
         """The first rounds don't count. Nor does what goes on in the background after them: wait for its end."""
-        self.first = self._play(1)["seconds"][0]
+        self.first = self.play(1)["seconds"][0]
         for _ in range(rounds - 1):
-            self._play(1)
+            self.play(1)
         self.settled = processes.wait_until_idle(self.process.pid, SETTLE)
         if self.settled > 2:
-            self._play(1)
+            self.play(1)
 
     def turn(self, memory: bool = False) -> None:
         """One round that counts."""
@@ -130,7 +133,7 @@ class Player:
 
     def _count(self) -> None:
         before = processes.cpu_seconds(self.process.pid)
-        said = self._play(1)
+        said = self.play(1)
         self.turns += said["seconds"]
         self.cpu.append(processes.cpu_seconds(self.process.pid) - before)
 
@@ -157,7 +160,8 @@ class Player:
             "family_peak_mb": None if math.isnan(self.peak) else self.peak,
         }
 
-    def _play(self, rounds: int) -> dict[str, Any]:
+    def play(self, rounds: int) -> dict[str, Any]:
+        """So many rounds; returns what the side says of them."""
         self._say({"rounds": rounds})
         self.last = self._hear()
         self.steps += self.last["steps"]

@@ -134,12 +134,16 @@ fused_gradient, fused_features = kernels.mean_gradient, kernels.features
 known_weight_gradients = kernels.weight_gradients_known
 """A context in which our kernels leave the weights' own gradients at zero: only derivatives of them are wanted."""
 
+whole_network = kernels.ConvNet.of
+"""What computes an accelerated network's gradients and Hessian products in one call, or None."""
 
-def accelerate_synthesis(network: nn.Module, gradients: int) -> nn.Module:
+
+def accelerate_synthesis(network: nn.Module, gradients: int, shape: tuple[int, ...]) -> nn.Module:
     """A network for a synthesis of so many samples' gradients: on our kernels, if that is worth it."""
-    found = kernels.coverage(network)
+    sample = next(network.parameters()).new_zeros(1, *shape)
+    found = kernels.coverage(network, sample)
     worth = _kernel_work(found, 0, gradients) >= MIN_KERNEL_WORK
-    accelerated = kernels.accelerate(network) if worth else None
+    accelerated = kernels.accelerate(network, sample) if worth else None
     if found.channels:
         log.info("synthesis on %s kernels", "torch's" if accelerated is None else "our own")
     return network if accelerated is None else accelerated

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynafed import kernels
 from dynafed.kernels import build, calls, ops, winograd
 from dynafed.kernels.mlp import MLPTraining
+from dynafed.models import ConvNetSettings, convnet
 from dynafed.optim import Optimizer
 
 # With optimizations, the sanitizers make the compiler take minutes.
@@ -67,6 +69,21 @@ def convolution(rng: random.Random) -> None:
     differentiate(ops.convolution(x, weight, bias, ops.Geometry((1, 1), winograd=True)), [x, weight, bias])
 
 
+def network(rng: random.Random) -> None:
+    dtype, depth, channels, classes = rng.choice(TYPES), rng.randint(1, 3), rng.choice([1, 3]), rng.randint(2, 20)
+    size = [2**depth * rng.randint(1, 3) for _ in range(2)]
+    model = convnet((channels, *size), classes, ConvNetSettings(rng.choice([16, 32, 48]), depth)).to(dtype)
+    fast = kernels.accelerate(model)
+    whole = fast and kernels.ConvNet.of(fast)
+    params, x = dict(model.named_parameters()), tensor(rng, dtype, rng.randint(1, 5), channels, *size)
+    assert whole
+    assert whole.fits(params, x)
+    labels = torch.rand(len(x), classes, dtype=dtype)
+    for kept in (None, x.new_empty(whole.room(x, classes))):
+        whole.gradient(params, x, labels, 1.0, kept)
+        whole.product(params, params, x, labels, 1.0, kept)
+
+
 def mlp(rng: random.Random) -> None:
     sizes = [rng.randint(1, 40), *(16 * rng.randint(1, 4) for _ in range(rng.randint(0, 3))), rng.randint(1, 20)]
     params: list[Tensor] = []
@@ -87,7 +104,7 @@ def main() -> None:
     rng = random.Random(0)
     torch.manual_seed(0)
     for _ in range(40):
-        for kind in (rest, block, convolution, mlp):
+        for kind in (rest, block, convolution, network, mlp):
             kind(rng)
     print("clean", flush=True)
     # And a fault would be seen: of more channels than there are.

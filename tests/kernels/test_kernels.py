@@ -414,7 +414,7 @@ def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: p
     settings = DynaFedSettings(segment=1, targets=(1,), iterations=1, inner_steps=1, samples=4, inner_lr=0.1)
     built: list[nn.Module | None] = []
     accelerate = kernels.accelerate
-    monkeypatch.setattr(kernels, "accelerate", lambda network: built.append(accelerate(network)) or built[-1])
+    monkeypatch.setattr(kernels, "accelerate", lambda *given: built.append(accelerate(*given)) or built[-1])
     synthesize(model, walk, (1, 8, 8), 3, settings)
     assert not built
     monkeypatch.setattr(execution, "MIN_KERNEL_WORK", 1)

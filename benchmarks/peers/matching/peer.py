@@ -55,12 +55,12 @@ def ours(model: nn.Module, start: Tree, target: Tree, x: Tensor, y: Tensor, rate
     return matching_gradient(model, start, target, x, y, rate, steps)[1:]
 
 
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module) -> nn.Module:
     """What `synthesize` does before its first iteration, unless there are very few."""
     from dynafed import execution, kernels
 
     execution.keep_freed_memory()
-    model = kernels.accelerate(model) or model
+    return kernels.accelerate(model) or model
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
     dtype = getattr(torch, options["dtype"])
     given = problem(workload.shape, workload.classes, workload.width, options["synthetic"], dtype)
     if options["side"] == "ours":
-        prepare(given[0])
+        given = (prepare(given[0]), *given[1:])
 
     def iteration() -> int:
         found = side(*given, RATE, options["steps"])

@@ -1,8 +1,8 @@
 """Kernels of our own. `coverage` tells what of a network they can do, `accelerate` gives the network that uses them.
 
 For convolutions: Winograd's method, from version 3 on; blocks of 3x3 convolution, instance norm, ReLU and 2x2 average
-pooling; and group norm with the sum, (leaky) ReLU and 2x2 pooling after it; all with second derivatives. For fully
-connected ReLU networks: a whole epoch of training in one call (`mlp.MLPTraining`).
+pooling; and group norm with the sum, (leaky) ReLU and 2x2 pooling after it; all with second derivatives. A ConvNet as a
+whole (`network.ConvNet`). For fully connected ReLU networks: an epoch of training in one call (`mlp.MLPTraining`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from dynafed.kernels.mlp import (
     mixture_loss,
     practice_loss,
 )
+from dynafed.kernels.network import ConvNet
 from dynafed.kernels.ops import weight_gradients_known
 
 __all__ = [
+    "ConvNet",
     "Coverage",
     "FusedLoss",
     "MLPTraining",
@@ -92,7 +94,7 @@ def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNE
         if fast is not None:
             log.debug("on our kernels, the network would compute something else: it stays with torch's")
     if coverage(network, version=1).channels:
-        fast = _accelerate_sequentials(network)
+        fast = _accelerate_sequentials(network, whole=version > 2)
         if version > 2:
             structure.use_winograd(fast)
         return fast
@@ -107,11 +109,12 @@ def described(network: nn.Module) -> Iterator[str]:
     yield from graph.described(network)
 
 
-def _accelerate_sequentials(network: nn.Module) -> nn.Module:
+def _accelerate_sequentials(network: nn.Module, whole: bool) -> nn.Module:
     parts = [name for name, part in structure.sequentials(network).items() if structure.conv_blocks(part)]
     accelerated = copy.deepcopy(network)
     for name in parts:
         fast = ConvBlocks(*accelerated.get_submodule(name).children())
+        fast.whole = whole
         if not name:
             return fast.train(network.training)
         parent, _, child = name.rpartition(".")

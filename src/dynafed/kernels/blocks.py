@@ -16,6 +16,9 @@ CPU = torch.device("cpu")
 class ConvBlocks(nn.Sequential):
     """The same layers as the `nn.Sequential` that it stands for, with the same names."""
 
+    whole = False
+    """Whether the network that it is in may be computed as a whole, where there is a kernel for that."""
+
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.block_starts = frozenset(index for index in range(len(layers)) if block_at(list(layers), index))

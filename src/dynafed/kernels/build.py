@@ -28,7 +28,7 @@ from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
 
-SOURCES = ("convnet.cpp", "mlp.cpp", "norm.cpp", "winograd.cpp")
+SOURCES = ("blocks.h", "convnet.cpp", "mlp.cpp", "network.cpp", "norm.cpp", "winograd.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIMEOUT = 300
 DIGEST_SIZE = 16
@@ -99,7 +99,7 @@ def _compiled(compiler: str) -> Path:
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
             stage("compiling our kernels")
-            command = [compiler, *FLAGS, "-o", made.name, *sources]
+            command = [compiler, *FLAGS, "-o", made.name, *(name for name in sources if name.endswith(".cpp"))]
             _run(command, work)
             with made.open("ab") as file:
                 file.write(_checksum(made.read_bytes()))

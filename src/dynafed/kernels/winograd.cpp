@@ -10,23 +10,9 @@
 //
 // The 16 elements of V, U and M lie in planes of their own, so that each is a matrix product over channels, or over tiles.
 
-#include <algorithm>
-#include <cstdint>
-#include <vector>
+#include "blocks.h"
 
 namespace {
-
-typedef std::int64_t Int;
-
-template <class R> struct Lanes {
-    static constexpr Int count = 64 / sizeof(R);
-    typedef R type __attribute__((vector_size(64), aligned(sizeof(R)), may_alias));
-};
-
-template <class R> using V = typename Lanes<R>::type;
-
-template <class R> inline V<R> load(const R *at) { return *(const V<R> *)at; }
-template <class R> inline void store(R *at, V<R> value) { *(V<R> *)at = value; }
 
 #ifdef __AVX512F__
 constexpr Int ROWS = 12; // with two vectors each, they and a row of the other matrix fill the registers

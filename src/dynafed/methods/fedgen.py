@@ -128,10 +128,7 @@ class FedGen(Method):
         adam = optim.Optimizer("adam", list(net.values()), chosen.lr, weight_decay=chosen.weight_decay)
         adam.load_state(to(parts.get("adam", {}), problem.device))
         rng, shares = problem.seeds.rng(self.name, server.round), cumulative(seen["labels"])
-        drawn = (
-            draw_inputs(shares, chosen.batch_size, chosen.noise, rng, problem.device)
-            for _ in range(chosen.steps)
-        )
+        drawn = (draw_inputs(shares, chosen.batch_size, chosen.noise, rng, problem.device) for _ in range(chosen.steps))
         if fused and chosen.steps:
             stacked = torch.stack([head["head.weight"] for head in heads]), torch.stack([h["head.bias"] for h in heads])
             losses = train_generator(net, adam, stacked, trust, list(drawn), chosen.diversity).tolist()

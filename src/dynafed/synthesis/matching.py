@@ -7,8 +7,8 @@ Its gradient needs no unrolled graph. With lam = d(loss)/d(th_steps), the adjoin
 
 where all three derivatives of <g, lam> come from one Hessian-vector product. With one rate for each parameter tensor (R
 instead of lr), the product takes R lam, and the derivative of each rate is its own sum of -<g, lam>.
-Only the parameters and the gradient of each step are stored, and every term is a sum over samples, so the samples can
-be processed in chunks.
+Only the parameters and the gradient of each step are stored, and, where a kernel can use it and it isn't too much, what
+lay between the layers. Every term is a sum over samples, so the samples can be processed in chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.errors import UserError
-from dynafed.execution import available_cores, chunk_size, known_weight_gradients, single_thread
+from dynafed.execution import available_cores, chunk_size, known_weight_gradients, single_thread, whole_network
 from dynafed.synthesis.invariances import Invariances, find_invariances
 from dynafed.synthesis.settings import DISTANCES
 from dynafed.tree import Tree
 
+if TYPE_CHECKING:
+    from dynafed.kernels import ConvNet
+
 Augment = Callable[[Tensor, int], Tensor]
 """Maps (batch, inner step) to a batch, differentiably and deterministically."""
+KEPT_BYTES = 2**29
+"""What the last inner steps may leave to their adjoint, which otherwise computes it again, with the same bits."""
 
 
 def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -67,6 +72,10 @@ def _squared(values: Tree) -> Tensor:
     return sum(tensor.square().sum() for tensor in values.values())  # type: ignore[return-value]
 
 
+Kept = list[Tensor]
+"""For each chunk, what its gradient leaves to the Hessian product."""
+
+
 @dataclass(frozen=True)
 class InnerProblem:
     """The inner training problem: a network and labels of the synthetic samples; gradients are summed over chunks."""
@@ -88,27 +97,55 @@ class InnerProblem:
         """The loss of one chunk."""
         return soft_cross_entropy(functional_call(model, {**self.buffers, **params}, (x,)), labels) * self.scale
 
-    def gradient(self, params: Tree, x: Tensor) -> Tree:
-        """The gradient of the loss with respect to the parameters."""
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    def gradient(self, params: Tree, x: Tensor, kept: Kept | None = None) -> Tree:
+        """The gradient of the loss with respect to the parameters; fills what is to be `kept`."""
 
-        def chunk_gradient(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        def chunk_gradient(model: nn.Module, part: Tensor, labels: Tensor, kept: Tensor | None) -> Sequence[Tensor]:
+            if whole := self._whole(model, params, part):
+                return whole.gradient(params, part, labels, self.scale, kept)
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             return torch.autograd.grad(self.loss(model, leaves, part, labels), list(leaves.values()))
 
-        return dict(zip(params, map(_sum, zip(*self._over_chunks(chunk_gradient, x), strict=True)), strict=True))
+        found = zip(*self._over_chunks(chunk_gradient, x, kept), strict=True)
+        return dict(zip(params, map(_sum, found), strict=True))
 
-    def step(self, params: Tree, x: Tensor, rates: Mapping[str, float]) -> tuple[Tree, Tree]:
+    def step(self, params: Tree, x: Tensor, rates: Mapping[str, float], kept: Kept | None = None) -> tuple[Tree, Tree]:
         """The parameters after one step of gradient descent with a rate for each tensor, and the gradient."""
-        grads = self.gradient(params, x)
+        grads = self.gradient(params, x, kept)
         return {name: tensor - rates[name] * grads[name] for name, tensor in params.items()}, grads
 
-    def _over_chunks(self, function: Callable[..., Sequence[Tensor]], x: Tensor) -> Iterable[Sequence[Tensor]]:
-        return self.map_chunks(function, self.models, torch.split(x, self.chunk), torch.split(self.labels, self.chunk))
+    def _over_chunks(
+        self, function: Callable[..., Sequence[Tensor]], x: Tensor, kept: Kept | None
+    ) -> Iterable[Sequence[Tensor]]:
+        parts = torch.split(x, self.chunk), torch.split(self.labels, self.chunk)
+        return self.map_chunks(function, self.models, *parts, kept or [None] * len(parts[0]))
 
-    def hessian_vector_product(self, params: Tree, x: Tensor, direction: Tree) -> tuple[Tree, Tensor, Tensor]:
-        """The gradients of <g, direction> with respect to the parameters, the samples and the labels."""
+    def _whole(self, model: nn.Module, params: Tree, x: Tensor) -> ConvNet | None:
+        """The kernel for all of the network, if it fits."""
+        found = None if self.buffers.keys() - params.keys() else whole_network(model)
+        return found if found is not None and found.fits(params, x) else None
 
-        def chunk_product(model: nn.Module, part: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    def room(self, params: Tree, x: Tensor, steps: int) -> list[Kept | None]:
+        """For each of these steps, what may be kept of it: as many of the last as there is memory for."""
+        whole = self._whole(next(iter(self.models)), params, x)
+        if whole is None:
+            return [None] * steps
+        sizes = [whole.room(part, self.labels.shape[1]) for part in torch.split(x, self.chunk)]
+        count = min(steps, KEPT_BYTES // (sum(sizes) * x.itemsize))
+        kept: list[Kept | None] = [[x.new_empty(size) for size in sizes] for _ in range(count)]
+        return [None] * (steps - count) + kept
+
+    def hessian_vector_product(
+        self, params: Tree, x: Tensor, direction: Tree, kept: Kept | None = None
+    ) -> tuple[Tree, Tensor, Tensor]:
+        """The gradients of <g, direction> with respect to the parameters, the samples and the labels.
+
+        What was `kept` when the gradient was computed isn't computed again.
+        """
+
+        def chunk_product(model: nn.Module, part: Tensor, labels: Tensor, kept: Tensor | None) -> Sequence[Tensor]:
+            if whole := self._whole(model, params, part):
+                return whole.product(params, direction, part, labels, self.scale, kept)
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
             part, labels = part.detach().requires_grad_(), labels.detach().requires_grad_()
             loss = self.loss(model, leaves, part, labels)
@@ -118,7 +155,7 @@ class InnerProblem:
             # Some derivatives don't exist, such as those of a linear part of the network.
             return torch.autograd.grad(grads, inputs, along, materialize_grads=True)
 
-        *hessian, by_x, by_labels = zip(*self._over_chunks(chunk_product, x), strict=True)
+        *hessian, by_x, by_labels = zip(*self._over_chunks(chunk_product, x, kept), strict=True)
         return dict(zip(params, map(_sum, hessian), strict=True)), torch.cat(by_x), torch.cat(by_labels)
 
 
@@ -223,10 +260,11 @@ def unroll_and_adjoint(
     # One allocation per parameter: many small ones that live long would fragment the heap.
     history = [{name: tensor.new_empty(steps, *tensor.shape) for name, tensor in start.items()} for _ in range(2)]
     params = start
+    kept = inner.room(start, x, steps)
     for step in range(steps):
         with torch.no_grad():
             batch = augmented(x, step)
-        after, grads = inner.step(params, batch, rates)
+        after, grads = inner.step(params, batch, rates, kept[step])
         for stored, current in zip(history, (params, grads), strict=True):
             for name, tensor in current.items():
                 stored[name][step] = tensor
@@ -243,7 +281,7 @@ def unroll_and_adjoint(
             batch = augmented(leaf, step)
         params, grads = ({name: values[step] for name, values in stored.items()} for stored in history)
         direction = {name: rates[name] * tensor for name, tensor in lam.items()} if each else lam
-        hessian, by_x, by_labels = inner.hessian_vector_product(params, batch, direction)
+        hessian, by_x, by_labels = inner.hessian_vector_product(params, batch, direction, kept.pop())
         if augment is not None:
             (by_x,) = torch.autograd.grad(batch, leaf, by_x)
         dx -= factor * by_x

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dynafed import optim, settings, tree
+from dynafed.config import KERNELS_VERSION
 from dynafed.engine.files import write_bytes
 from dynafed.errors import UserError
 from dynafed.execution import accelerate_synthesis, keep_freed_memory, synthesis_work
@@ -100,11 +101,13 @@ def synthesize(
     invariances = find_invariances(model, shape) if chosen.distance == "quotient" else None
     segments = Segments(checkpoints, chosen, Seeds(seed), invariances)
     origin = tree.digest(tree.nest({str(number): checkpoint for number, checkpoint in enumerate(checkpoints)}))
-    task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}"
+    given = model
+    if accelerate:
+        model = accelerate_synthesis(model, synthesis_work(chosen), shape)
+    rounding = "" if model is given else f"/kernels {KERNELS_VERSION}"
+    task = f"{origin}/{seed}/{shape}/{classes}/{settings.plain(chosen)}{rounding}"
     state = SynthesisState(chosen, shape, classes, len(names), Seeds(seed), device, threads)
     keep_freed_memory()
-    if accelerate:
-        model = accelerate_synthesis(model, synthesis_work(chosen))
     if not (state_file and state.load(state_file, task)):
         on_iteration(0, math.nan, state.learned["x"])
         scales = tensor_scales(model, segments, state) if chosen.inner_rates == "scaled" else 1.0

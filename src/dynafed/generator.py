@@ -64,7 +64,8 @@ def cumulative(shares: Tensor) -> np.ndarray:
     """The distribution function of labels with these shares, as `Generator.choice` makes it."""
     exact = shares.cpu().double()
     summed: np.ndarray = (exact / exact.sum()).numpy().cumsum()
-    return summed / summed[-1]
+    summed /= summed[-1]
+    return summed
 
 
 def draw_inputs(

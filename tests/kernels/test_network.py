@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from problems import tiny
 from torch import Tensor, nn
 
+import dynafed
 from dynafed import kernels
 from dynafed.kernels import build
 from dynafed.kernels.network import ConvNet
@@ -178,3 +184,44 @@ def test_samples_and_parameters_that_do_not_fit_are_left_to_the_others() -> None
     assert not whole.fits(trained, x)
     ours, theirs = (inner(one, labels, 5).hessian_vector_product(trained, x, direction) for one in (fast, model))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 16, 16)])
+def test_the_loss_of_whole_labels_and_its_gradient_are_autograds(shape: tuple[int, ...]) -> None:
+    model = network(shape, 16, 2)
+    whole = ConvNet.of(accelerated(model))
+    assert whole is not None
+    params, _, x, _ = given(shape, model)
+    y = torch.tensor([0, 4, 1, 1, 3])
+    loss, grads = whole.loss_gradient(params, x, y)
+    expected = F.cross_entropy(model(x), y)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    for ours, torchs in zip(grads, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "moon"])
+def test_clients_train_on_it_with_corrections(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And on torch's kernels they come to the same model, to rounding; with other losses it isn't used."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.normal(size=(60, 1, 8, 8)).astype(np.float32), np.arange(60) % 3
+    given: dict[str, Any] = {"train": (images, labels), "test": (images, labels)}
+    calls, plain = [], ConvNet.loss_gradient
+    monkeypatch.setattr(ConvNet, "loss_gradient", lambda self, *inputs: calls.append(1) or plain(self, *inputs))
+
+    def run(name: str, **changes: Any) -> Tree:
+        config = tiny(
+            model="convnet", convnet__width=16, convnet__depth=2, method=method, optimizer="sgd", rounds=2, **changes
+        )
+        model: nn.Module = dynafed.run(config, out=tmp_path / name, **given).model
+        return model.state_dict()
+
+    ours = run("own", kernels="own", workers=1)
+    assert bool(calls) == (method != "moon")
+    for name, tensor in run("torch", kernels="torch").items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+    for name, tensor in run("two", kernels="own", workers=2).items():
+        assert torch.equal(ours[name], tensor)
+    count = len(calls)
+    run("before", kernels="own", kernels_version=2, workers=1)
+    assert len(calls) == count

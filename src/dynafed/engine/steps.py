@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynafed import optim, tree
 from dynafed.engine.federation import ClientSide
-from dynafed.execution import TrainEpoch, fused_epoch, fused_features
+from dynafed.execution import TrainEpoch, fused_epoch, fused_features, whole_network
 from dynafed.methods import AffineCorrection, ClientContext, Method
 from dynafed.optim import Optimizer, inference
 from dynafed.tracing import Function
@@ -41,6 +41,9 @@ class LocalSteps:
         loss = side.methods.loss
         self.loss = loss if loss in self.methods else Method(side.config)
         self.loss_name = loss.name
+        plain = side.config.loss == "cross_entropy" and not self.loss.overrides("loss")
+        self.whole = whole_network(self.problem.network) if plain else None
+        """The kernel for the gradient of a whole network, if there is one."""
         self.samples = loss in self.methods and loss.overrides("sample_step")
         self.corrections = [method for method in self.methods if method.corrects_gradients()]
         trees = {name: {part: getattr(each, part) for part in TREES} for name, each in contexts.items()}
@@ -74,8 +77,11 @@ class LocalSteps:
     def _compute(self, x: Tensor, y: Tensor, params: Tree, contexts: Mapping[str, ClientContext]) -> Sequence[Tensor]:
         """The loss, and each parameter's gradient in the optimizer's layout: in a trace, the layout is free."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        loss = self.loss.loss(leaves, x, y, contexts[self.loss_name])
-        found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        if self.whole is not None and self.whole.fits(params, x):
+            loss, found = self.whole.loss_gradient(params, x, y)
+        else:
+            loss = self.loss.loss(leaves, x, y, contexts[self.loss_name])
+            found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         with torch.no_grad():
             grads = dict(zip(leaves, found, strict=True))
             for method in self.corrections:

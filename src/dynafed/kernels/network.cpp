@@ -438,8 +438,9 @@ template <class R, int channels> struct Network {
         for (Int k = 0; k < size; k += lanes) store(to + k, load(to + k) + scale * load(from + k));
     }
 
-    // The gradient by the logits and by the last block's output.
-    void loss(Int images, const R *labels) const {
+    // The gradient by the logits and by the last block's output, and if it is wanted, by the labels: their sum with the
+    // labels is the loss.
+    void loss(Int images, const R *labels, R *by_labels = nullptr) const {
         const R *weights = params[4 * sizes.depth], *bias = params[4 * sizes.depth + 1];
         const Block<R> &last = blocks.back();
         for (Int b = 0; b < images; b++, labels += classes) {
@@ -449,9 +450,13 @@ template <class R, int channels> struct Network {
                 largest = std::max(largest, s[k]);
             }
             for (Int k = 0; k < classes; k++) {
+                if (by_labels) by_labels[k] = largest - s[k];
                 s[k] = std::exp(s[k] - largest);
                 sum += s[k], total += labels[k];
             }
+            for (Int k = 0; by_labels && k < classes; k++)
+                by_labels[k] = (R)sizes.scale * (by_labels[k] + std::log(sum));
+            if (by_labels) by_labels += classes;
             std::fill_n(dp, features, (R)0);
             for (Int k = 0; k < classes; k++) {
                 s[k] /= sum;
@@ -500,10 +505,10 @@ template <class R, int channels> struct Network {
         }
     }
 
-    void gradient(Int images, const R *x, const R *labels) const {
+    void gradient(Int images, const R *x, const R *labels, R *by_labels) const {
         first_convolution(images, x);
         forward(images);
-        loss(images, labels);
+        loss(images, labels, by_labels);
         R *weights = found[4 * sizes.depth], *bias = found[4 * sizes.depth + 1];
         for (Int b = 0; b < images; b++)
             for (Int k = 0; k < classes; k++) {
@@ -616,7 +621,7 @@ template <class R, int channels> struct Network {
             const Int images = std::min(group, sizes.images - b);
             records = kept ? kept + b * record : own.at();
             if (!dot_params) {
-                gradient(images, x, labels);
+                gradient(images, x, labels, by_labels + b * classes);
                 continue;
             }
             again(images, x, labels, kept);

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynafed.kernels.blocks import CPU, ConvBlocks
@@ -32,6 +33,7 @@ class ConvNet:
     eps: float
     features: int
     """That the linear layer takes."""
+    classes: int
 
     @classmethod
     def of(cls, network: nn.Module) -> ConvNet | None:
@@ -61,7 +63,7 @@ class ConvNet:
         parts = [layer for pair in zip(convolutions, norms, strict=True) for layer in pair] + [head]
         names = tuple(f"{owners[id(layer)]}.{kind}".lstrip(".") for layer in parts for kind in ("weight", "bias"))
         padding = int(first.padding[0])
-        return cls(names, first.in_channels, padding, len(found), outputs, eps, head.in_features)
+        return cls(names, first.in_channels, padding, len(found), outputs, eps, head.in_features, head.out_features)
 
     def fits(self, params: Mapping[str, Tensor], x: Tensor) -> bool:
         """Whether the kernel can take them."""
@@ -82,6 +84,18 @@ class ConvNet:
     ) -> Sequence[Tensor]:
         """The gradient of the summed soft-label cross-entropy times `scale`; fills `kept`, which has `room`."""
         return self._run(params, None, x, labels, scale, kept)[: len(params)]
+
+    def loss_gradient(self, params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The mean cross-entropy of samples with whole labels, and its gradient."""
+        loss, *grads = torch.ops.dynafed.convnet_loss_gradient(
+            x,
+            y,
+            list(params.values()),
+            [list(params).index(name) for name in self.names],
+            [self.channels, self.padding, self.depth, self.outputs, self.features, self.classes],
+            self.eps,
+        )
+        return loss, grads
 
     def product(
         self,
@@ -136,6 +150,20 @@ class ConvNet:
         if tensor.ndim == 2:
             return tensor.detach().reshape(len(tensor), self.outputs, -1).mT.contiguous()
         return tensor.detach().contiguous()
+
+
+@torch.library.custom_op("dynafed::convnet_loss_gradient", mutates_args=())
+def _loss_gradient(
+    x: Tensor, y: Tensor, params: Sequence[Tensor], order: Sequence[int], sizes: Sequence[int], eps: float
+) -> list[Tensor]:
+    """The parameters' `order` is that of the kernel; `sizes` are those of a `ConvNet`."""
+    channels, padding, depth, outputs, features, classes = sizes
+    names = tuple(map(str, order))
+    network = ConvNet(names, channels, padding, depth, outputs, eps, features, classes)
+    labels = F.one_hot(y, classes).to(x.dtype)
+    named = {str(number): tensor for number, tensor in enumerate(params)}
+    *grads, _, by_labels = network._run(named, None, x, labels, 1 / len(x), None)
+    return [(labels * by_labels).sum(), *grads]
 
 
 def _unpacked(tensor: Tensor, like: Tensor) -> Tensor:

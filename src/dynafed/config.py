@@ -362,11 +362,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
 
 
-def compiler_name() -> str:
-    """The C++ compiler that the variable CXX names."""
-    return os.environ.get("CXX", "c++")
-
-
 def data_folder(given: str = "") -> Path | None:
     """The folder given, which must exist, else the one that DYNAFED_DATA names."""
     if given and not Path(given).expanduser().is_dir():

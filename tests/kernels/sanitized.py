@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynafed import kernels
-from dynafed.kernels import build, calls, ops, winograd
+from dynafed.kernels import build, calls, levels, ops, winograd
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, convnet
 from dynafed.optim import Optimizer
@@ -98,7 +98,7 @@ def mlp(rng: random.Random) -> None:
 def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # the compiler is not to be watched
     build.TIMEOUT = 600
-    build.FLAGS = (*SANITIZED, *(flag for flag in build.FLAGS if flag != "-O3"))
+    levels.FLAGS = (*SANITIZED, *(flag for flag in levels.FLAGS if flag != "-O3"))
     if build.library() is None:
         sys.exit("not compiled")
     rng = random.Random(0)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import dynafed
-from dynafed import Config, execution, kernels, tracing
+from dynafed import Config, execution, kernels, tracing, tree
 from dynafed.engine.federation import Federation
 from dynafed.engine.files import has_locks, lock_folder
-from dynafed.kernels import blocks, build, ops
+from dynafed.kernels import blocks, build, levels, ops
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, MLPSettings, convnet, mlp
 from dynafed.optim import Optimizer
@@ -243,12 +244,22 @@ def no_library() -> Iterator[None]:
 
 @pytest.fixture
 def cache(no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A user's cache with nothing in it."""
+    """A user's cache with nothing in it, a package without a library, and a compiler in a hurry."""
+    without_prebuilt(monkeypatch, tmp_path / "package")
+    monkeypatch.setattr(levels, "FLAGS", ("-O0", "-shared", "-fPIC"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "dynafed"
 
 
-@pytest.mark.usefixtures("no_library")
+def without_prebuilt(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
+    """Let the kernels' folder be one with nothing but the sources."""
+    package.mkdir()
+    for name in levels.SOURCES:
+        shutil.copy(build.FOLDER / name, package)
+    monkeypatch.setattr(build, "FOLDER", package)
+
+
+@pytest.mark.usefixtures("cache")
 def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,7 +275,7 @@ def test_without_a_compiler_torchs_kernels_are_used_and_that_is_said_once(
 def test_a_compiler_that_fails_is_no_catastrophe(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(levels, "FLAGS", ("--no-such-flag",))
     assert build.library() is None
     assert "don't compile here" in caplog.text
     assert not list(cache.glob("*"))
@@ -341,6 +352,118 @@ def test_a_compiler_ends_with_its_children_when_we_are_killed(tmp_path: Path) ->
         assert not has_ended(pid.read_text())
         ours.kill()
     wait_for(lambda: has_ended(pid.read_text()))
+
+
+@pytest.fixture
+def prebuilt(cache: Path) -> Path:
+    """A library in the package."""
+    compiler, level = levels.find_compiler(), levels.own_level()
+    assert compiler is not None
+    made = build.FOLDER / levels.library_name(levels.read_sources(build.FOLDER), level)
+    subprocess.run(levels.compile_command(compiler, level, str(made)), cwd=build.FOLDER, check=True)
+    levels.seal(made)
+    made.chmod(0o755)
+    return made
+
+
+@needs_compiler
+def test_the_package_s_library_is_taken_if_it_is_whole_and_nobody_else_writes_to_it(
+    prebuilt: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded() -> str | None:
+        build.library.cache_clear()
+        found = build.library()
+        return found._name if found else None
+
+    def rewritten(content: bytes) -> None:
+        prebuilt.unlink()  # it is loaded
+        prebuilt.write_bytes(content)
+        prebuilt.chmod(0o755)
+
+    monkeypatch.setattr(levels, "find_compiler", lambda: None)
+    assert loaded() == str(prebuilt)
+    assert not cache.exists()
+    for mode in (0o775, 0o757):
+        prebuilt.chmod(mode)
+        assert loaded() is None
+    prebuilt.chmod(0o755)
+    prebuilt.parent.chmod(0o777)
+    assert loaded() is None
+    prebuilt.parent.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        assert bool(loaded()) == (prebuilt.stat().st_uid == 0)  # root may have installed it
+    whole = prebuilt.read_bytes()
+    rewritten(whole[:-5000])  # to load it would end the process
+    assert loaded() is None
+    rewritten(whole)
+    assert loaded() == str(prebuilt)
+    (prebuilt.parent / "mlp.cpp").write_text("// other sources\n")
+    assert loaded() is None
+
+
+@needs_compiler
+def test_a_library_of_the_package_and_one_of_the_cache_give_the_same_bits(
+    prebuilt: Path, cache: Path, tmp_path: Path
+) -> None:
+    def bits() -> str:
+        train, test = images(60, 1, 8, 8)
+        config = tiny(kernels="own", rounds=1).replace(**{"mlp.width": 16})
+        folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        return tree.digest(dynafed.run(config, train=train, test=test, out=folder).state.model)
+
+    first, loaded = bits(), build.library()
+    assert loaded
+    assert loaded._name == str(prebuilt)
+    prebuilt.unlink()
+    build.library.cache_clear()
+    assert bits() == first
+    assert [file.suffix for file in cache.iterdir()] == [".so"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_level_is_the_highest_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    third, fourth = levels.ABOVE["x86-64-v3"], levels.ABOVE["x86-64-v4"]
+    monkeypatch.setattr(levels, "machine", lambda: "x86_64")
+    for flags, level in (
+        (f"fpu {third} {fourth} vaes", "x86-64-v4"),
+        (f"{third} avx512f avx512bw", "x86-64-v3"),
+        (f"{fourth} avx avx2", "x86-64"),
+        ("", "x86-64"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", lambda file, flags=flags: f"processor : 0\nflags\t\t: {flags}\n")
+            assert levels.own_level() == level
+    monkeypatch.setattr(levels, "machine", lambda: "aarch64")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda file: "Features : fp asimd\n")
+        assert levels.own_level() == "armv8-a"
+
+
+@needs_compiler
+@pytest.mark.skipif(not levels.prebuilt_levels(), reason="no library is built for such machines")
+def test_a_wheel_brings_the_library(tmp_path: Path) -> None:
+    """Built offline, from a copy of the project, with fewer levels and no optimization: that takes the time."""
+    copied = tmp_path / "project"
+    project = Path(__file__).parents[2]
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copied.mkdir(exist_ok=True)
+        shutil.copy(project / name, copied)
+    shutil.copytree(project / "src", copied / "src", ignore=shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__"))
+    described = copied / "src/dynafed/kernels/levels.py"
+    described.write_text(described.read_text().replace('"-O3"', '"-O0"').replace("tuple(ABOVE)", "(own_level(),)"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(copied)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(tmp_path / "installed")
+    code = "from dynafed.kernels import build; print(build.library()._name)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "DYNAFED_CACHE": str(tmp_path / "cache")}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert Path(said.stdout.strip()).parent == tmp_path / "installed/dynafed/kernels"
+    assert not (tmp_path / "cache").exists()
 
 
 @needs_compiler
@@ -576,6 +699,8 @@ def test_the_environment_overrides_the_choice_and_the_cache(tmp_path: Path, monk
     with pytest.raises(dynafed.UserError, match="DYNAFED_KERNELS = 'fast' is not one of"):
         chosen()
     monkeypatch.setenv("DYNAFED_CACHE", str(tmp_path / "cache"))
+    without_prebuilt(monkeypatch, tmp_path / "package")
+    monkeypatch.setattr(levels, "FLAGS", ("-O0", "-shared", "-fPIC"))
     build.library.cache_clear()
     assert build.library() is not None
     assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".so"]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dynafed.config import compiler_name
+from dynafed.kernels import levels
 
 HERE = Path(__file__).parent
 
 
 def sanitizer() -> str:
     """The library that must be loaded first; empty if there is none."""
-    compiler = shutil.which(compiler_name()) or shutil.which("g++")
+    compiler = levels.find_compiler()
     if compiler is None or sys.platform != "linux":
         return ""
     said = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)

@@ -1,37 +1,37 @@
-"""Our own kernels: compiled once with the machine's C++ compiler, kept in the user's cache, called by address."""
+"""Our own kernels: compiled with the package, or once with the machine's C++ compiler and kept in the user's cache.
+
+They are called by address.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynafed.config import cache_folder, compiler_name
+from dynafed.config import cache_folder
 from dynafed.engine.files import has_locks, lock_folder
 from dynafed.errors import UserError
+from dynafed.kernels import levels
 from dynafed.stages import stage
 
 log = logging.getLogger("dynafed")
 
-SOURCES = ("blocks.h", "convnet.cpp", "mlp.cpp", "network.cpp", "norm.cpp", "winograd.cpp")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+FOLDER = Path(__file__).parent
 TIMEOUT = 300
-DIGEST_SIZE = 16
 WORK, LEFTOVER_SECONDS = "compiling-", 3600.0
 """The folders in which it is compiled, and the age from which nobody can be at work in one that has no lock."""
 WATCHED = ("sh", "-c", 'exec 3<&0; (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 & exec "$@" 3<&- </dev/null', "sh")
@@ -60,65 +60,51 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there is no compiler or it fails; that is said once."""
-    compiler = shutil.which(compiler_name()) or shutil.which("g++") or shutil.which("clang++")
+    """The kernels for this processor, or None where they aren't in the package nor can be compiled; that is said once.
+
+    A library in the package and one that is compiled here come from the same sources by the same flags.
+    """
+    level, sources = levels.own_level(), levels.read_sources(FOLDER)
+    prebuilt = FOLDER / levels.library_name(sources, level)
+    if levels.is_whole(prebuilt) and all(_nobody_else_writes(path, root=True) for path in (prebuilt, FOLDER)):
+        with suppress(OSError):  # for another C library, say
+            return ctypes.CDLL(str(prebuilt))
+    compiler = levels.find_compiler()
     if compiler is None:
         log.warning("no C++ compiler: networks run on torch's own kernels, which are slower")
         return None
     try:
-        file = _compiled(compiler)
+        file = _compiled(compiler, level, sources)
         try:
             return ctypes.CDLL(str(file))
         except OSError:  # damaged
             file.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_compiled(compiler)))
+            return ctypes.CDLL(str(_compiled(compiler, level, sources)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()
         log.warning("our kernels don't compile here (%s): networks run on torch's own", said.partition("\n")[0])
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    """The library's file, made if it isn't there; its name tells source, compiler and processor."""
-    files = resources.files(__package__)
-    sources = {name: files.joinpath(name).read_bytes() for name in SOURCES}
-    version = _run([compiler, "--version"])
-    key = hashlib.blake2b(
-        b"\0".join((*sources.values(), version.encode(), _processor().encode(), *map(str.encode, FLAGS))),
-        digest_size=12,
-    )
+def _compiled(compiler: str, level: str, sources: Mapping[str, bytes]) -> Path:
+    """The library's file in the cache, made if it isn't there."""
     folder = cache_folder()
-    target = folder / f"kernels-{key.hexdigest()}.so"
+    target = folder / levels.library_name(sources, level, _run([compiler, "--version"]))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _nobody_else_writes(folder):
         raise PermissionError(f"others can write to {folder}")
-    if not (_is_whole(target) and _nobody_else_writes(target)):
+    if not (levels.is_whole(target) and _nobody_else_writes(target)):
         _remove_leftovers(folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=WORK) as work, lock_folder(Path(work)):
             made = Path(work) / "kernels.so"
             for name, source in sources.items():
                 (Path(work) / name).write_bytes(source)
             stage("compiling our kernels")
-            command = [compiler, *FLAGS, "-o", made.name, *(name for name in sources if name.endswith(".cpp"))]
-            _run(command, work)
-            with made.open("ab") as file:
-                file.write(_checksum(made.read_bytes()))
+            _run(levels.compile_command(compiler, level, made.name), work)
+            levels.seal(made)
             made.chmod(0o700)
             made.replace(target)  # whoever else compiles it at this moment makes the same
     return target
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether it is what was compiled: a library that was cut off ends the process that loads it."""
-    if not library.exists():
-        return False
-    content = library.read_bytes()
-    return content[-DIGEST_SIZE:] == _checksum(content[:-DIGEST_SIZE])
-
-
-def _checksum(content: bytes) -> bytes:
-    """What stands behind the library in its file, where no loader looks."""
-    return hashlib.blake2b(content, digest_size=DIGEST_SIZE).digest()
 
 
 def _run(command: list[str], folder: str | None = None) -> str:
@@ -161,16 +147,9 @@ def _remove_leftovers(folder: Path) -> None:
                     shutil.rmtree(work, ignore_errors=True)
 
 
-def _nobody_else_writes(path: Path) -> bool:
-    """Whether what lies there can only be our own: it will be run."""
+def _nobody_else_writes(path: Path, root: bool = False) -> bool:
+    """Whether what lies there can only be our own, or `root`'s if that will do: it will be run."""
+    if not hasattr(os, "getuid"):
+        return True
     found = path.stat()
-    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return found.st_uid in (os.getuid(), *([0] if root else [])) and not found.st_mode & 0o022

@@ -23,17 +23,19 @@
 #include <cstdint>
 #include <vector>
 
+#include "vectors.h"
+
 typedef std::int64_t Int;
 
 template <class R> struct Lanes {
     static constexpr Int count = 64 / sizeof(R);
-    typedef R type __attribute__((vector_size(64), aligned(sizeof(R)), may_alias));
+    typedef Vector<R, count> type;
 };
 
-template <class R> using V = typename Lanes<R>::type;
+template <class R> using V = typename Lanes<R>::type::type;
 
-template <class R> static inline V<R> load(const R *at) { return *(const V<R> *)at; }
-template <class R> static inline void store(R *at, V<R> value) { *(V<R> *)at = value; }
+template <class R> static inline V<R> load(const R *at) { return Lanes<R>::type::load(at); }
+template <class R> static inline void store(R *at, const V<R> &value) { Lanes<R>::type::store(at, value); }
 
 // How far it is to the next row and to the next position.
 struct Strides {
@@ -62,17 +64,16 @@ static void norm_forward(const R *z, Strides zs, R *p, Strides ps, const R *gamm
         }
         squares += part;
     }
-    V<R> r;
-    for (Int l = 0; l < Lanes<R>::count; l++) r[l] = 1 / std::sqrt(squares[l] / n + (R)eps);
+    for (Int l = 0; l < Lanes<R>::count; l++) rstd[l] = 1 / std::sqrt(squares[l] / n + (R)eps);
     store(mean, m);
-    store(rstd, r);
+    const V<R> r = load(rstd);
     const V<R> slope = load(gamma) * r, offset = load(beta) - slope * m, zero = {};
     for (Int i = 0; i < height; i += 2)
         for (Int j = 0; j < width; j += 2) {
             V<R> total = {};
             for (Int k = 0; k < 4; k++) {
                 const V<R> a = load(z + (i + k / 2) * zs.row + (j + k % 2) * zs.step) * slope + offset;
-                total += a > zero ? a : zero;
+                total += pick(a > zero, a, zero);
             }
             store(p + i / 2 * ps.row + j / 2 * ps.step, total * (R)0.25);
         }
@@ -92,7 +93,7 @@ static void norm_backward(const R *dp, Strides ps, const R *z, R *dz, Strides zs
             const V<R> d = load(dp + i / 2 * ps.row + j / 2 * ps.step) * (R)0.25;
             for (Int k = 0; k < 4; k++) {
                 const V<R> here = load(z + (i + k / 2) * zs.row + (j + k % 2) * zs.step);
-                const V<R> q = here * slope + offset > zero ? d : zero;
+                const V<R> q = pick(here * slope + offset > zero, d, zero);
                 part1 += q;
                 partz += q * (here - m);
             }
@@ -110,7 +111,7 @@ static void norm_backward(const R *dp, Strides ps, const R *z, R *dz, Strides zs
             for (Int k = 0; k < 4; k++) {
                 const Int at = (i + k / 2) * zs.row + (j + k % 2) * zs.step;
                 const V<R> here = load(z + at);
-                const V<R> q = here * slope + offset > zero ? d : zero;
+                const V<R> q = pick(here * slope + offset > zero, d, zero);
                 const V<R> found = slope * (q - level - (here - m) * tilt);
                 store(dz + at, add ? load(dz + at) + found : found);
             }
@@ -133,7 +134,7 @@ static void norm_twice(const R *v, const R *u, const R *s, const R *dp, R *gdp, 
             for (Int k = 0; k < 4; k++) {
                 const Int at = (i + k / 2) * zs.row + (j + k % 2) * zs.step;
                 const V<R> here = load(z + at), there = load(v + at), away = here - m;
-                const V<R> q = here * slope + offset > zero ? d : zero;
+                const V<R> q = pick(here * slope + offset > zero, d, zero);
                 pq1 += q;
                 pv1 += there;
                 pqz += q * away;
@@ -163,8 +164,8 @@ static void norm_twice(const R *v, const R *u, const R *s, const R *dp, R *gdp, 
                 const Int at = (i + k / 2) * zs.row + (j + k % 2) * zs.step;
                 const V<R> here = load(z + at), there = load(v + at), h = (here - m) * r;
                 const auto open = here * slope + offset > zero;
-                const V<R> q = open ? d : zero;
-                total += open ? slope * (there - mv - h * vh) + us * h + ss : zero;
+                const V<R> q = pick(open, d, zero);
+                total += pick(open, slope * (there - mv - h * vh) + us * h + ss, zero);
                 store(gz + at, r * (by_q * q + by_v * there - level - h * tilt));
                 if (dz) store(dz + at, slope * (q - mq - h * qh));
             }

@@ -8,15 +8,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "vectors.h"
+
 typedef std::int64_t Int;
 
 namespace {
 
-constexpr Int LANES = 16, ROWS = 8;
-typedef float V __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr Int LANES = 16, ROWS = VECTOR_BYTES == 64 ? 8 : 4, WIDE = VECTOR_BYTES == 64 ? 2 : 1; // of a tile
+typedef Vector<float, LANES>::type V;
 
-inline V load(const float *at) { return *(const V *)at; }
-inline void store(float *at, V value) { *(V *)at = value; }
+inline V load(const float *at) { return Vector<float, LANES>::load(at); }
+inline void store(float *at, const V &value) { Vector<float, LANES>::store(at, value); }
 
 // `rows` rows and `vectors` vectors of columns of out = bias + a b, where a is row-major or, `transposed`, column-major.
 template <bool transposed, Int rows, Int vectors>
@@ -49,8 +51,8 @@ void product(const float *a, const float *b, Int rows, Int depth, Int width, con
              Int stride = 0) {
     if (!transposed) stride = depth;
     Int c = 0;
-    for (; c + 2 * LANES <= width; c += 2 * LANES)
-        strip<transposed, 2>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
+    for (; c + WIDE * LANES <= width; c += WIDE * LANES)
+        strip<transposed, WIDE>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
     for (; c < width; c += LANES)
         strip<transposed, 1>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
 }
@@ -247,7 +249,7 @@ struct NormRelu {
                 const V value = (load(x + r * units + i) - mean) * load(&spread[i]);
                 store(&normed[r * units + i], value);
                 const V result = value * load(gamma + i) + load(beta + i);
-                store(out + r * units + i, result > V{} ? result : V{});
+                store(out + r * units + i, pick(result > V{}, result, V{}));
             }
         }
     }
@@ -537,8 +539,8 @@ extern "C" void generator_train(const void *const *drawn, Int steps, Int batch, 
                 const V by = V{} + unlike[r];
                 for (Int i = 0; i < width; i += LANES) {
                     const V d = load(own + i) - load(other + i);
-                    length += d > V{} ? d : -d;
-                    store(sign + i, load(sign + i) + (d > V{} ? by : d < V{} ? -by : V{}));
+                    length += pick(d > V{}, d, -d);
+                    store(sign + i, load(sign + i) + pick(d > V{}, by, pick(d < V{}, -by, V{})));
                 }
                 float sum = 0;
                 for (Int i = 0; i < LANES; i++) sum += length[i];

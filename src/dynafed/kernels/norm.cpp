@@ -16,20 +16,18 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
 typedef std::int64_t Int;
 
 enum Pool { NONE, MEAN, MAX };
 
-template <class R, int lanes> struct Lanes {
-    typedef R type __attribute__((vector_size(lanes * sizeof(R)), aligned(sizeof(R)), may_alias));
-};
+template <class R, int lanes> using V = typename Vector<R, lanes>::type;
 
-template <class R, int lanes> using V = typename Lanes<R, lanes>::type;
-
-template <int lanes, class R> inline V<R, lanes> load(const R *at) { return *(const V<R, lanes> *)at; }
-template <int lanes, class R> inline void store(R *at, V<R, lanes> value) { *(V<R, lanes> *)at = value; }
+template <int lanes, class R> inline V<R, lanes> load(const R *at) { return Vector<R, lanes>::load(at); }
+template <int lanes, class R> inline void store(R *at, const V<R, lanes> &value) { Vector<R, lanes>::store(at, value); }
 
 // Calls `done` with the first of some channels, for as many at a time as a vector has lanes, the last ones for fewer.
 template <class R, class F> void by_lanes(Int channels, F done) {
@@ -118,14 +116,14 @@ template <class R, int lanes, Pool pool> struct Part {
 
     Vec away(Int at) const { return load<lanes>(z + at) - m; }
 
-    Vec activated(Vec a) const { return a > 0 ? a : a * low; }
+    Vec activated(Vec a) const { return pick(a > (R)0, a, a * low); }
 
     Vec pooled(const Int *window) const {
         Vec result = activated(before(window[0]));
         for (int k = 1; k < count; k++) {
             const Vec one = activated(before(window[k]));
             if (pool == MAX)
-                result = better(one, result) ? one : result;
+                result = pick(better(one, result), one, result);
             else
                 result += one;
         }
@@ -138,14 +136,14 @@ template <class R, int lanes, Pool pool> struct Part {
         Vec best = {};
         for (int k = 0; k < count; k++) {
             const Vec a = before(window[k]);
-            by[k] = a > 0 ? one : less;
+            by[k] = pick(a > (R)0, one, less);
             if (pool != MAX) continue;
             const Vec now = activated(a);
             if (k) {
                 const auto is = better(now, best);
-                for (int other = 0; other < k; other++) by[other] = is ? zero : by[other];
-                by[k] = is ? by[k] : zero;
-                best = is ? now : best;
+                for (int other = 0; other < k; other++) by[other] = pick(is, zero, by[other]);
+                by[k] = pick(is, by[k], zero);
+                best = pick(is, now, best);
             } else
                 best = now;
         }

@@ -14,11 +14,8 @@
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr Int ROWS = 12; // with two vectors each, they and a row of the other matrix fill the registers
-#else
-constexpr Int ROWS = 3;
-#endif
+constexpr Int ROWS = VECTOR_BYTES == 64 ? 12 : 4; // of a tile: with its vectors they fill the registers
+constexpr Int WIDE = VECTOR_BYTES == 64 ? 2 : 1;
 constexpr Int TILES = 36; // at a time: what they take stays in the cache
 
 // A matrix by the distance to the next row and to the next column.
@@ -59,7 +56,8 @@ template <class R, Int N, bool ADD>
 void product_columns(Matrix<const R> a, Matrix<const R> b, Matrix<R> c, Int rows, Int depth) {
     Int m = 0;
     for (; m + ROWS <= rows; m += ROWS) product_tile<R, ROWS, N, ADD>(a.from(m, 0), b, c.from(m, 0), depth);
-    for (; m + 4 <= rows; m += 4) product_tile<R, 4, N, ADD>(a.from(m, 0), b, c.from(m, 0), depth);
+    if (ROWS > 4)
+        for (; m + 4 <= rows; m += 4) product_tile<R, 4, N, ADD>(a.from(m, 0), b, c.from(m, 0), depth);
     for (; m < rows; m++) product_tile<R, 1, N, ADD>(a.from(m, 0), b, c.from(m, 0), depth);
 }
 
@@ -67,7 +65,8 @@ template <class R, bool ADD>
 void product(Matrix<const R> a, Matrix<const R> b, Matrix<R> c, Int rows, Int columns, Int depth) {
     constexpr Int L = Lanes<R>::count;
     Int n = 0;
-    for (; n + 2 * L <= columns; n += 2 * L) product_columns<R, 2, ADD>(a, b.from(0, n), c.from(0, n), rows, depth);
+    for (; n + WIDE * L <= columns; n += WIDE * L)
+        product_columns<R, WIDE, ADD>(a, b.from(0, n), c.from(0, n), rows, depth);
     if (n < columns) product_columns<R, 1, ADD>(a, b.from(0, n), c.from(0, n), rows, depth);
 }
 

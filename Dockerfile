@@ -5,14 +5,14 @@
 # --build-arg PIP_EXTRA_INDEX_URL=... names PyTorch's index of CPU builds.
 FROM python:3.12-slim
 
-# The C++ compiler makes the fast kernels, when a run first needs them.
+# The C++ compiler makes the fast kernels, when the package is installed.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY setup.py pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --constraint constraints.txt .
 

@@ -133,7 +133,7 @@ class Config:
     threads: int = setting(1, "threads of each worker", low=1, high=1024, execution=True)
     kernels: str = setting(
         "auto",
-        "what the network runs on: kernels of our own, compiled here, torch's, or ours if there is much to do",
+        "what the network runs on: kernels of our own, torch's, or ours if there is much to do",
         choices=("auto", "own", "torch"),
         execution=True,
     )

@@ -6,6 +6,7 @@
     python benchmarks/run.py w3 --per-round 4                   an eighth of the round; its table says so
     python benchmarks/run.py w3 --variants-of w2                the whole round; every side as it was fastest on W2
     python benchmarks/run.py accuracy --presets cpu-fmnist-mlp  may be interrupted: it goes on where it was
+    python benchmarks/run.py s1 --widths 128                    one width; what was measured of the others stays
     python benchmarks/run.py table                              only RESULTS.md, from what was measured
 
 Each section writes its JSON as soon as it is done, and the table is made anew from all of them.
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each side (default %(default)s)")
     parser.add_argument("--peers", default=",".join(rounds.NAMES), help="which peers, or '' for none (default all)")
     parser.add_argument("--per-round", type=int, help="clients in a round of w1 to w6, to scale it down")
+    parser.add_argument("--widths", help="of s1, such as 32,64; those measured before here stay (default all)")
     parser.add_argument(
         "--variants-of", choices=WORKLOADS, help="take each side only in the variant that was fastest in that section"
     )
@@ -85,7 +87,10 @@ def main(arguments: list[str] | None = None) -> None:
     measures["methods"] = lambda: methods.measure(
         toy(WORKLOADS["w1"]) if given.toy else WORKLOADS["w1"], given.repeats, environment
     )
-    small = {"widths": (8,), "images": 8, "steps": 3, "flatness": (2, 4)} if given.toy else {}
+    small: dict[str, Any] = {"widths": (8,), "images": 8, "steps": 3, "flatness": (2, 4)} if given.toy else {}
+    if given.widths:
+        small["widths"] = tuple(sorted(map(int, given.widths.split(","))))
+        small["flatness"] = synthesis.FLATNESS if synthesis.WIDTHS[0] in small["widths"] else ()
     axes = [growth.Axis(axis.name, axis.values[:2], axis.title) for axis in growth.AXES] if given.toy else growth.AXES
     measures["s1"] = lambda: synthesis.measure(given.repeats, environment, **small)
     measures["growth"] = lambda: growth.measure(given.repeats, environment, axes)
@@ -117,6 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
         found = {"section": section, "machine": where, "environment": environment, **measured}
         found |= {"variants_of": given.variants_of} if given.variants_of else {}
         found["took_seconds"] = time.perf_counter() - began
+        file = results / f"{section}.json"
+        if section == "s1" and given.widths and file.exists():
+            found = synthesis.merged(json.loads(file.read_text()), found)
         file.write_text(json.dumps(found, indent=1) + "\n")
         if section == "growth":
             growth.plot(found, results / "growth.png")

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from peers.ours.job import CLEAR, config, replay
 from peers.protocol import Workload
 from peers.torch_side import network
 
-from dynafed import models
+from dynafed import kernels, models
+from dynafed.kernels import build
 
 
 @pytest.mark.parametrize("workload", [toy(W1), toy(W2)], ids=["mlp", "convnet"])
@@ -101,6 +103,23 @@ def test_both_ways_to_the_synthesis_gradient_agree() -> None:
     given = matching.problem((3, 8, 8), 4, 4, 6)
     for mine, theirs in zip(matching.ours(*given, 0.1, 3), matching.unrolled(*given, 0.1, 3), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_measured_runs_on_our_kernels() -> None:
+    model = matching.prepare(matching.problem((3, 8, 8), 4, 16, 6)[0])
+    assert build.library() is None or kernels.ConvNet.of(model) is not None
+
+
+def test_widths_measured_one_by_one_are_one_measurement() -> None:
+    def found(width: int, cpu: str = "one") -> dict[str, Any]:
+        same: dict[str, Any] = {"environment": {}, "images": 2, "steps": 1, "threads": 1, "repeats": 1}
+        flat = {"width": width, "points": [width] if width == 32 else []}
+        return same | {"machine": {"cpu": cpu}, "widths": [{"width": width}], "flatness": flat}
+
+    both = synthesis.merged(found(32), found(128))
+    assert [one["width"] for one in both["widths"]] == [32, 128]
+    assert both["flatness"]["points"] == [32]
+    assert synthesis.merged(found(32, "other"), found(128)) == found(128)
 
 
 def test_exponents_and_their_picture(tmp_path: Path) -> None:

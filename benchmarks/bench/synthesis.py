@@ -49,30 +49,42 @@ def measure(
     steps: int = STEPS,
     flatness: tuple[int, ...] = FLATNESS,
 ) -> dict[str, Any]:
-    """Both sides at every width, then ours with other numbers of inner steps."""
-    found = [_at(width, repeats, environment, images, steps) for width in widths]
-    sides = [(side("ours", images=images, steps=count), job(widths[0]), Path()) for count in flatness]
-    results, absent = interleave(sides, repeats, environment, warm_up=1)
+    """Both sides at every width, and ours at the first with other numbers of inner steps."""
     return {
         "images": images,
         "steps": steps,
         "threads": CORES,
         "repeats": repeats,
-        "widths": found,
-        "flatness": {
-            "width": widths[0],
-            "points": [
-                {
-                    "steps": result["options"]["steps"],
-                    "seconds": result["best"],
-                    "seconds_a_step": result["best"] / result["options"]["steps"],
-                    "peak_mb": result["peak_mb"],
-                }
-                for result in results
-            ],
-            "absent": absent,
-        },
+        "widths": [_at(width, repeats, environment, images, steps) for width in widths],
+        "flatness": _flatness(widths[0], repeats, environment, images, flatness),
     }
+
+
+def merged(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Some widths measured anew among those of an earlier measurement in the same place."""
+    same = all(before.get(key) == found[key] for key in ("environment", "images", "steps", "threads", "repeats"))
+    if not same or before["machine"]["cpu"] != found["machine"]["cpu"]:
+        return dict(found)
+    widths = {one["width"]: one for one in (*before["widths"], *found["widths"])}
+    flat = found["flatness"] if found["flatness"]["points"] else before["flatness"]
+    return {**found, "widths": [widths[width] for width in sorted(widths)], "flatness": flat}
+
+
+def _flatness(
+    width: int, repeats: int, environment: Mapping[str, str], images: int, steps: tuple[int, ...]
+) -> dict[str, Any]:
+    sides = [(side("ours", images=images, steps=count), job(width), Path()) for count in steps]
+    results, absent = interleave(sides, repeats, environment, warm_up=1)
+    points = [
+        {
+            "steps": result["options"]["steps"],
+            "seconds": result["best"],
+            "seconds_a_step": result["best"] / result["options"]["steps"],
+            "peak_mb": result["peak_mb"],
+        }
+        for result in results
+    ]
+    return {"width": width, "points": points, "absent": absent}
 
 
 def _at(width: int, repeats: int, environment: Mapping[str, str], images: int, steps: int) -> dict[str, Any]:

@@ -362,6 +362,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynafed"
 
 
+def kept_bytes() -> int:
+    """The memory in which a synthesis may keep what it would else compute again; from the environment, else none."""
+    given = os.environ.get("DYNAFED_KEEP_MB") or "0"
+    if not given.isdecimal():
+        raise UserError(f"DYNAFED_KEEP_MB = '{given}' is no number of megabytes")
+    return int(given) * 2**20
+
+
 def data_folder(given: str = "") -> Path | None:
     """The folder given, which must exist, else the one that DYNAFED_DATA names."""
     if given and not Path(given).expanduser().is_dir():

@@ -14,7 +14,8 @@ from problems import tiny
 from torch import Tensor, nn
 
 import dynafed
-from dynafed import kernels
+from dynafed import UserError, kernels
+from dynafed.config import kept_bytes
 from dynafed.kernels import build
 from dynafed.kernels.network import ConvNet
 from dynafed.models import Classifier, ConvNetSettings, convnet
@@ -123,13 +124,23 @@ def test_what_is_kept_and_how_many_threads_there_are_change_no_bit(
     monkeypatch.setattr(ConvNet, "product", lambda *all: kept.append(all[-1] is not None) or product(*all))
     step_bytes = whole.room(x, CLASSES) * x.itemsize
     found = []
-    for budget, expected in ((0, 0), (step_bytes * 5 // 2, 2), (step_bytes * 10, steps)):
+    for budget, expected in ((0, 0), (2 * step_bytes, 2), (10 * step_bytes, steps)):
         for threads in (1, 2):
             kept.clear()
-            monkeypatch.setattr(matching, "KEPT_BYTES", budget)
+            monkeypatch.setattr(matching, "kept_bytes", lambda budget=budget: budget)
             found.append(matching_gradient(fast, start, target, x, y, 0.05, steps, chunk=3, threads=threads))
             assert sum(kept) == 3 * expected
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+def test_the_memory_for_it_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYNAFED_KEEP_MB", raising=False)
+    assert kept_bytes() == 0
+    monkeypatch.setenv("DYNAFED_KEEP_MB", "100")
+    assert kept_bytes() == 100 * 2**20
+    monkeypatch.setenv("DYNAFED_KEEP_MB", "much")
+    with pytest.raises(UserError, match="DYNAFED_KEEP_MB = 'much'"):
+        kept_bytes()
 
 
 def test_older_versions_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

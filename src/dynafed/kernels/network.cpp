@@ -5,8 +5,8 @@
 //     .dw = conv_w'(.dz, a) + conv_w'(dz, .a)
 //
 // Convolutions after the first are Winograd's F(4x4, 3x3): a tile of 4x4 outputs and the 6x6 inputs that it depends on
-// are polynomials' values at the points 0, p, -p, q, -q and infinity, by rows and by columns. With a' = B^T a B, w' = G w G^T
-// and dz' = A dz A^T, each product is 36 matrix products, a quarter of the multiplications:
+// are polynomials' values at the points 0, p, -p, q, -q and infinity, by rows and by columns. With a' = B^T a B,
+// w' = G w G^T and dz' = A dz A^T, each product is 36 matrix products, a quarter of the multiplications:
 //     z = A^T (a' w') A      da = B (dz' w'^T) B^T      dw = G^T (a'^T dz') G
 // These points round least among those tried: 3 to 6 times as much as the convolution by definition.
 
@@ -100,8 +100,8 @@ inline void transform(const V<R> (&in)[from][from], V<R> (&out)[to][to]) {
     for (int i = 0; i < to; i++) along(half[i], out[i]);
 }
 
-// One matrix for each pair of points, in strips of two vectors' columns (one, if there is an odd number of them). They lie a
-// little more than their size apart, or they would meet in the same places of the cache.
+// One matrix for each pair of points, in strips of two vectors' columns (one, if there is an odd number of them). They
+// lie a little more than their size apart, or they would meet in the same places of the cache.
 template <class R> struct Matrices {
     Int rows = 0, wide = 0, strip = 0, apart = 0;
     Buffer<R> buffer;
@@ -224,7 +224,7 @@ template <class R> struct Convolution {
     bool inside(Int i, Int j) const { return i >= 0 && i < height && j >= 0 && j < width; }
     Int place(Int i, Int j) const { return (i * width + j) * channels; }
 
-    // What is done for some channels of each tile of an image: its row in the matrices, its first output, and the channel.
+    // What is done for some channels of each tile of an image: its row in the matrices, its first output, the channel.
     template <class F> void each_tile(Int image, F done) const {
         for (Int i = 0; i < down; i++)
             for (Int j = 0; j < across; j++)
@@ -306,18 +306,18 @@ struct Sizes {
 
 // A block. What the gradient leaves to the product lies in an image's record, at these places; the rest is a group's.
 template <class R> struct Block {
-    Int height, width, outputs, a_vector, a_step; // a_vector: how far apart vectors of channels lie in z
+    Int height, width, outputs, apart, step; // channel c of z begins at c * apart, positions are a step apart
     Int z, p, dp, mean, rstd;
     Convolution<R> conv;
     Buffer<R> dz, dot_z, dot_p, dot_dp;
 
     Int size() const { return height * width * outputs; }
     Int pooled() const { return size() / 4; }
-    Strides zs() const { return {width * a_step, a_step}; }
+    Strides zs() const { return {width * step, step}; }
     Strides ps() const { return {width / 2 * outputs, outputs}; }
 };
 
-// Parameters are of each block taps, bias, gamma and beta, of the last layer weights (class, position, channel) and bias.
+// Parameters are of each block taps, bias, gamma and beta; of the last layer weights (class, position, channel), bias.
 template <class R, int channels> struct Network {
     static constexpr Int lanes = Lanes<R>::count;
     const Sizes sizes;
@@ -382,14 +382,14 @@ template <class R, int channels> struct Network {
     template <bool add>
     void block_backward(Int l, Int b, Int c, const R *dp, R *dz, R *dgamma, R *dbeta) const {
         const Block<R> &block = blocks[l];
-        norm_backward<add>(dp + c, block.ps(), z(l, b) + c * block.a_vector, dz, block.zs(), at(b, block.mean) + c,
+        norm_backward<add>(dp + c, block.ps(), z(l, b) + c * block.apart, dz, block.zs(), at(b, block.mean) + c,
                            at(b, block.rstd) + c, params[4 * l + 2] + c, params[4 * l + 3] + c, dgamma, dbeta,
                            block.height, block.width);
     }
 
     void block_twice(Int l, Int b, Int c, const R *v, R *dz) const {
         const Block<R> &block = blocks[l];
-        const Int from = c * block.a_vector;
+        const Int from = c * block.apart;
         norm_twice(v, dot_params[4 * l + 2] + c, dot_params[4 * l + 3] + c, at(b, block.dp) + c,
                    block.dot_p.at(b * block.pooled()) + c, block.ps(), z(l, b) + from,
                    block.dot_z.at(b * block.size()) + from, dz, block.zs(), at(b, block.mean) + c,
@@ -419,7 +419,7 @@ template <class R, int channels> struct Network {
                 for (Int b = 0; b < images; b++) conv.give_output(b, work, params[4 * l + 1], z(l, b));
             }
             each_vector(images, [&](Int b, Int c) {
-                norm_forward(z(l, b) + c * block.a_vector, block.zs(), at(b, block.p) + c, block.ps(),
+                norm_forward(z(l, b) + c * block.apart, block.zs(), at(b, block.p) + c, block.ps(),
                              params[4 * l + 2] + c, params[4 * l + 3] + c, at(b, block.mean) + c,
                              at(b, block.rstd) + c, block.height, block.width, sizes.eps);
             });

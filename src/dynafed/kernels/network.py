@@ -17,6 +17,8 @@ from dynafed.models import Classifier
 
 FEW = (1, 3)
 """Channels of images that it takes."""
+GROUP = 2
+"""Images that go through the network together: more leave the cache, with one the weights are read too often."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class ConvNet:
             *map(address, (kept, by_x, by_labels)),
             ctypes.c_int64(len(x)),
             *self._sizes(x, labels.shape[1]),
-            ctypes.c_int64(_group(self.outputs)),
+            ctypes.c_int64(GROUP),
             ctypes.c_double(scale),
             ctypes.c_double(self.eps),
         )
@@ -173,8 +175,3 @@ def _unpacked(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _addresses(tensors: Sequence[Tensor] | None) -> ctypes.Array[ctypes.c_void_p] | None:
     return None if tensors is None else (ctypes.c_void_p * len(tensors))(*(one.data_ptr() for one in tensors))
-
-
-def _group(outputs: int) -> int:
-    """How many images go through the network together: few, so that they stay in the cache, but wide weights don't."""
-    return 2 if outputs < 128 else 4

@@ -7,8 +7,8 @@ Its gradient needs no unrolled graph. With lam = d(loss)/d(th_steps), the adjoin
 
 where all three derivatives of <g, lam> come from one Hessian-vector product. With one rate for each parameter tensor (R
 instead of lr), the product takes R lam, and the derivative of each rate is its own sum of -<g, lam>.
-Only the parameters and the gradient of each step are stored, and, where a kernel can use it and it isn't too much, what
-lay between the layers. Every term is a sum over samples, so the samples can be processed in chunks.
+Only the parameters and the gradient of each step are stored (and what lay between the layers, given memory).
+Every term is a sum over samples, so the samples can be processed in chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dynafed.config import kept_bytes
 from dynafed.errors import UserError
 from dynafed.execution import available_cores, chunk_size, known_weight_gradients, single_thread, whole_network
 from dynafed.synthesis.invariances import Invariances, find_invariances
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 Augment = Callable[[Tensor, int], Tensor]
 """Maps (batch, inner step) to a batch, differentiably and deterministically."""
-KEPT_BYTES = 2**29
-"""What the last inner steps may leave to their adjoint, which otherwise computes it again, with the same bits."""
 
 
 def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -126,12 +125,12 @@ class InnerProblem:
         return found if found is not None and found.fits(params, x) else None
 
     def room(self, params: Tree, x: Tensor, steps: int) -> list[Kept | None]:
-        """For each of these steps, what may be kept of it: as many of the last as there is memory for."""
-        whole = self._whole(next(iter(self.models)), params, x)
-        if whole is None:
+        """For each of these steps, what may be kept of it: of as many of the last as `kept_bytes` allows."""
+        budget, whole = kept_bytes(), self._whole(next(iter(self.models)), params, x)
+        if not budget or whole is None:
             return [None] * steps
         sizes = [whole.room(part, self.labels.shape[1]) for part in torch.split(x, self.chunk)]
-        count = min(steps, KEPT_BYTES // (sum(sizes) * x.itemsize))
+        count = min(steps, budget // (sum(sizes) * x.itemsize))
         kept: list[Kept | None] = [[x.new_empty(size) for size in sizes] for _ in range(count)]
         return [None] * (steps - count) + kept
 

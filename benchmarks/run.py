@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
@@ -50,6 +51,10 @@ def main(arguments: list[str] | None = None) -> None:
         help="w1 to w6: add the turns to those that were measured before, on the same work",
     )
     parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="w1 to w6: begin no turn that would end after so many seconds"
+    )
+    parser.add_argument("--no-plain", dest="plain", action="store_false", help="w1 to w6: no plain loops and no floor")
+    parser.add_argument(
         "--presets", default=",".join(accuracy.PRESETS), help="which presets in accuracy (default %(default)s)"
     )
     parser.add_argument("--peer-rounds", type=int, default=0, help="rounds of the peers in accuracy, if not all")
@@ -81,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
             peers,
             environment,
             fastest,
+            plain=given.plain,
+            seconds=given.seconds,
         )
         for name, workload in WORKLOADS.items()
     }
@@ -116,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--add: {file.name} was measured on another machine")
         measured = measures[section]()
         if section in WORKLOADS:
+            call = {"load_before": where["load_before"], "date": where["date"], "repeats": measured["repeats"]}
             measured = rounds.together(before, measured) if before else measured
-            call = {"load_before": where["load_before"], "date": where["date"], "repeats": given.repeats}
             measured["calls"] = [*(before or {}).get("calls", []), call]
         found = {"section": section, "machine": where, "environment": environment, **measured}
         found |= {"variants_of": given.variants_of} if given.variants_of else {}

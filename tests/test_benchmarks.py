@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from bench import growth, machine, methods, rounds, sides, synthesis, table
+from bench import accuracy, growth, machine, methods, rounds, sides, synthesis, table
 from bench.workloads import W1, W2, W4, W5, W6, toy, write_data
 from peers.matching import peer as matching
 from peers.ours.job import CLEAR, config, replay
@@ -146,6 +147,38 @@ def test_every_point_of_every_axis_is_a_job() -> None:
             assert sizes[{"images": "synthetic"}.get(axis.name, axis.name)] == value
             assert workload.per_round <= workload.clients
     assert synthesis.job(32).width == 32
+
+
+def test_seconds_to_an_accuracy(tmp_path: Path) -> None:
+    rising = [number / 10 for number in range(1, 11)]
+    reference = {"side": accuracy.REFERENCE, "seconds": [float(n) for n in range(1, 11)], "accuracy": rising}
+    slow = {"side": "pfl, 2 processes", "seconds": [8.0, 10.0], "accuracy": [0.0, 0.1]}
+    one = accuracy.compared([reference, slow], rounds=10)
+    assert one["target"] == pytest.approx(0.95 * 0.8)
+    ours, theirs = one["sides"]
+    assert ours["first"] == {"round": 8, "seconds": 8.0}
+    assert ours["lasting"] == {"round": 10, "seconds": 10.0}
+    assert theirs["first"] == {"round": 8, "seconds": 10.0 + 6 * 2.0}
+    assert (theirs["timed"], theirs["a_round"]) == (2, 2.0)
+    found = {"machine": machine.describe(), "environment": {}, "repeats": 1, "presets": {"demo": one}}
+    accuracy.plot(found, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size
+    (tmp_path / "accuracy.json").write_text(json.dumps(found))
+    page = table.render(tmp_path)
+    assert "| demo | ours, fedavg | 76.0 % | 8 (8) | 10 (10) |" in page
+    assert "| demo | pfl, 2 processes (2 rounds timed) | 76.0 % | 22 (8) | 26 (10) |" in page
+
+
+def test_a_run_of_ours_is_followed(tmp_path: Path) -> None:
+    curve = accuracy.ours("demo", "fedavg", tmp_path, {}, rounds=2)
+    assert len(curve["seconds"]) == len(curve["accuracy"]) == 2
+    assert 0 < curve["seconds"][0] < curve["seconds"][1]
+    assert curve["starts"] == 1
+    assert accuracy.ours("demo", "fedavg", tmp_path, {}, rounds=2) == curve
+    settings = accuracy.settings_of(tmp_path / "ours-fedavg" / "run")
+    workload = accuracy.export(settings, tmp_path / "data")
+    assert (workload.clients, workload.per_round, workload.batch) == (20, 8, settings.batch_size)
+    assert len(np.load(tmp_path / "data" / "y.npy")) == workload.clients * workload.samples
 
 
 def test_methods_are_measured_in_multiples_of_fedavg(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ REFERENCE = "ours, fedavg"
 SHARE = 0.95
 """Of the reference's final accuracy, which is the mean of its last rounds: what all sides are to reach."""
 LAST = 5
-BESIDE = tuple(side for side in PEERS if side.label in (f"pfl, {CORES} processes", f"flower, {CORES} actors"))
-"""Peers with the same protocol."""
+BESIDE = tuple({side.name: side for side in PEERS if side.name in ("pfl", "flower")}.values())
+"""Peers with the same protocol, with all cores."""
 CURVES = ENVIRONMENTS / "accuracy"
 """Where what was measured is kept until all of a preset is there."""
 
@@ -47,11 +47,11 @@ def measure(
 
     Runs of ours that were interrupted are resumed. `rounds` and `peer_rounds` are fewer than the preset's.
     """
-    found = dict(before.get("presets", {}))
+    found = dict(before.get("presets", {})) if before.get("machine", {}).get("cores") == CORES else {}
     for preset in presets:
-        folder = CURVES / f"{preset}-{rounds}" if rounds else CURVES / preset
+        folder = CURVES / f"{preset}-{rounds or 'all'}-{CORES}"
         curves = [ours(preset, method, folder, environment, rounds) for method in METHODS]
-        settings = _settings(folder / f"ours-{METHODS[0]}" / "run")
+        settings = settings_of(folder / f"ours-{METHODS[0]}" / "run")
         chosen = [side for side in BESIDE if side.name in peers]
         if any(not (folder / f"{side.name}.json").exists() for side in chosen):
             workload = export(settings, folder / "data")
@@ -62,7 +62,7 @@ def measure(
                     _follow(player, min(peer_rounds or settings.rounds, settings.rounds), file)
             curves.append(json.loads(file.read_text()))
         found[preset] = compared(curves, settings.rounds)
-    return {"repeats": 1, "presets": found}
+    return {"repeats": 1, "note": "one side after the other, on a machine that isn't ours alone", "presets": found}
 
 
 def ours(preset: str, method: str, folder: Path, environment: Mapping[str, str], rounds: int) -> dict[str, Any]:
@@ -129,7 +129,8 @@ def _lines(
         log.close()
 
 
-def _settings(run: Path) -> Any:
+def settings_of(run: Path) -> Any:
+    """The config of a run."""
     import dynafed
 
     return dynafed.Config.load(run / "config.toml")

@@ -16,7 +16,8 @@ def describe() -> dict[str, Any]:
     processor = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
     return {
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cores_there": os.cpu_count(),
         "cpu": processor[1] if processor else platform.machine(),
         "memory_gb": round(int(memory[1]) / 2**20, 1) if memory else None,
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",

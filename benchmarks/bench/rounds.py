@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -15,8 +16,9 @@ from peers.protocol import Workload
 from bench.sides import Side, interleave
 from bench.workloads import W6, write_data
 
-CORES = os.cpu_count() or 1
-"""Every side that can use all of them does so in one of its variants."""
+CORES = len(os.sched_getaffinity(0))
+"""Those that we may use; every side that can use all of them does so in one of its variants."""
+MANY = CORES > 1
 WARM_UP = {"w3": 1}
 """Rounds that don't count, if not two."""
 RECORDED = {"w1": 16, "w4": 18, "w5": 18, **{workload.name: 16 for workload in W6}}
@@ -28,7 +30,7 @@ def _threads(name: str, what: str = "", **options: Any) -> list[Side]:
     start = f"{what}, " if what else ""
     return [
         Side(name, f"{start}{count} thread{'s' if count > 1 else ''}", {**options, "threads": count})
-        for count in (1, CORES)
+        for count in sorted({1, CORES})
     ]
 
 
@@ -37,18 +39,18 @@ OWN = Side("ours", "own nn.Sequential", {"own": True})
 """The same network, but brought by a user."""
 PLAIN = [*_threads("plain", "DataLoader", loop="loader"), *_threads("plain", "careful", loop="careful")]
 FLOOR = [
-    Side("floor", f"{CORES} processes", {"threads": 1, "processes": CORES}),
-    Side("floor", f"{CORES} threads", {"threads": CORES}),
+    *([Side("floor", f"{CORES} processes", {"threads": 1, "processes": CORES})] if MANY else []),
+    Side("floor", f"{CORES} thread{'s' if MANY else ''}", {"threads": CORES}),
 ]
 PEERS = [
     Side("fedjax", "jit", {"backend": "jit"}),
-    Side("fedjax", f"pmap over {CORES} devices", {"backend": "pmap"}),
+    *([Side("fedjax", f"pmap over {CORES} devices", {"backend": "pmap"})] if MANY else []),
     Side("fedjax", "jit, latest jax", {"backend": "jit"}, flavour="latest"),
     Side("pfl", "1 process", {"threads": 1}),
-    Side("pfl", f"{CORES} processes", {"threads": 1, "processes": CORES}),
+    *([Side("pfl", f"{CORES} processes", {"threads": 1, "processes": CORES})] if MANY else []),
     *_threads("fluke"),
     *_threads("fedlab"),
-    Side("flower", f"{CORES} actors", {"threads": 1, "actors": CORES}),
+    Side("flower", f"{CORES} actor{'s' if MANY else ''}", {"threads": 1, "actors": CORES}),
 ]
 NAMES = tuple(dict.fromkeys(side.name for side in PEERS))
 HAVING = {"fedprox": ("pfl", "fluke"), "scaffold": ("pfl", "fluke"), "moon": ("fluke",)}
@@ -70,16 +72,22 @@ def measure(
     peers: tuple[str, ...],
     environment: Mapping[str, str],
     chosen: Collection[str] = (),
+    *,
+    plain: bool = True,
+    seconds: float = math.inf,
 ) -> dict[str, Any]:
     """Every side's seconds a round, best of `repeats` turns, and what follows from them; if some are chosen by their
     labels, theirs only."""
     sides = sides_of(workload, peers)
+    if not plain:
+        sides = [side for side in sides if side.name not in ("plain", "floor")]
     if chosen:
         sides = [side for side in sides if side.label in {*chosen, OWN.label}]
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(workload, Path(folder))
         jobs = [(side, workload, data) for side in sides]
-        results, absent = interleave(jobs, repeats, environment, warm_up=WARM_UP.get(workload.name, 2))
+        results, absent = interleave(jobs, repeats, environment, warm_up=WARM_UP.get(workload.name, 2), seconds=seconds)
+    repeats = min((len(result["seconds"]) for result in results), default=0)
     return summary(workload.to_json() | {"steps_a_client": workload.steps}, repeats, results, absent)
 
 

@@ -200,12 +200,15 @@ def interleave(
     *,
     warm_up: int = 2,
     memory: bool = False,
+    seconds: float = math.inf,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Start all sides, warm them up, then let them take turns: one round each, over and over.
 
-    Returns the results of those that went through, and the others with the reason why not.
+    No turn is begun that would end after so many seconds, but for the first. Returns the results of those that went
+    through, and the others with the reason why not.
     """
+    began = time.perf_counter()
     playing: list[Player] = []
     absent: list[dict[str, str]] = []
 
@@ -232,10 +235,13 @@ def interleave(
                 if not attempt(player, lambda player=player: player.warm_up(player.side.warm_up or warm_up)):  # type: ignore[misc]
                     drop(player)
         for number in range(repeats):
+            now = time.perf_counter()
             for player in list(playing):
                 if not attempt(player, lambda player=player: player.turn(memory)):  # type: ignore[misc]
                     drop(player)
             say(f"  turn {number + 1} of {repeats}: " + ", ".join(f"{one.turns[-1]:.3f}" for one in playing))
+            if 2 * time.perf_counter() - now - began > seconds:
+                break
         return [player.result() for player in playing], absent
     finally:
         for player in playing:

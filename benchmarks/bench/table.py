@@ -63,9 +63,12 @@ def machine(found: Mapping[str, Any]) -> str:
     """One line about what it was measured on."""
     where = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    there = where.get("cores_there", where["cores"])
+    pinned = f" (the only one of {there} that all sides may use)" if where["cores"] < there else ""
     environment = ", ".join(f"{name}={value}" for name, value in found["environment"].items())
     return (
-        f"{where['cores']} cores of {where['cpu']}, {where['memory_gb']} GB, {where['system']}, "
+        f"{where['cores']} core{'s' if where['cores'] > 1 else ''}{pinned} of {where['cpu']}, "
+        f"{where['memory_gb']} GB, {where['system']}, "
         f"Python {where['python']}, {versions}; load before the start {where['load_before']}; {where['date']}; "
         f"best of {found['repeats']}"
         + (f" in {len(found['calls'])} calls" if len(found.get("calls", ())) > 1 else "")

@@ -139,6 +139,20 @@ def resnet8() -> nn.Module:
     return resnet((3, 8, 8), 3, ResNetSettings(width=8), stages=(1, 1, 1), width=16)
 
 
+def mixed(activation: nn.Module) -> nn.Module:
+    """Every norm that users take, with one activation."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), activation, nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 12, 3, padding=1), nn.LayerNorm((12, 4, 4)), activation),
+        *(nn.Conv2d(12, 8, 3, padding=1), nn.GroupNorm(1, 8), activation, nn.Flatten()),
+        *(nn.Linear(128, 16), nn.LayerNorm(16), activation, nn.Linear(16, 3)),
+    )
+
+
+def resnet18() -> nn.Module:
+    return resnet((3, 8, 8), 3, ResNetSettings(width=8), stages=(2, 2, 2, 2), width=64)
+
+
 def fast(network: nn.Module, shape: tuple[int, ...] = (3, 8, 8)) -> nn.Module:
     found = kernels.accelerate(network, torch.randn(1, *shape))
     assert found is not None
@@ -164,6 +178,28 @@ def test_a_module_of_the_user_s_own_computes_the_same(make: type[nn.Module]) -> 
     for expected, *found in zip(*outcomes, strict=True):
         for each in found:
             torch.testing.assert_close(each, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU(), nn.LeakyReLU(0.2), nn.GELU(), nn.SiLU(), nn.Tanh()], ids=lambda each: type(each).__name__
+)
+def test_other_layers_stay_between_ours_and_are_named(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    network = mixed(activation).double()
+    ours, x = fast(network), torch.randn(3, 3, 8, 8).double()
+    assert graph.agree(network, ours, x)
+    (said,) = kernels.described(ours)
+    own = isinstance(activation, nn.ReLU | nn.LeakyReLU)
+    assert said.startswith(
+        "the network: 2 norms, 2 activations, 1 poolings" if own else "the network: 2 norms, torch's:"
+    )
+    assert "LayerNorm" in said
+    assert type(activation).__name__ in said  # behind LayerNorm, in any case
+
+
+def test_a_resnet18_runs_on_ours() -> None:
+    (said,) = kernels.described(fast(resnet18()))
+    assert said.startswith("features: 20 norms, 8 sums, 17 activations")
 
 
 def test_training_and_evaluation_differ_as_they_should() -> None:

@@ -90,7 +90,6 @@ def ours(preset: str, method: str, folder: Path, environment: Mapping[str, str],
             file.write_text(json.dumps(curve))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve["accuracy"] = [record["accuracy"] for record in records]
-    curve["synthesis"] = sum(record.get("seconds_synthesis", 0) for record in records)
     return curve
 
 
@@ -104,7 +103,7 @@ def _lines(
     began, offset = time.perf_counter(), before[known - 1] if known else 0.0
     command = [sys.executable, "-m", "dynafed", *words]
     log = (file.parent.parent / "log").open("a")
-    process = subprocess.Popen(command, env=kept | source | environment, stdout=log, stderr=log)
+    process = subprocess.Popen(command, env={**kept, **source, **environment}, stdout=log, stderr=log)
     try:
         ended, size = False, -1
         while not ended:

@@ -123,6 +123,7 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         "best": min(seconds),
         "median": statistics.median(seconds),
         "seconds": seconds,
+        "cpu": [*one.get("cpu", []), *other["cpu"]],
         "first": one["first"],
         "cores": busy / sum(seconds),
         "steps": one["steps"] + other["steps"],
@@ -153,6 +154,7 @@ def best_of_each(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         group = group_of(result)
         if result["same_work"] and (group not in best or result["best"] < best[group]["seconds"]):
             best[group] = {"seconds": result["best"], "side": result["side"]}
+            best[group] |= {"cpu": min(result["cpu"])} if result.get("cpu") else {}
     return best
 
 
@@ -167,6 +169,11 @@ def ratios(best: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "times_faster_than": faster,
         "fastest_peer": min(rivals, key=lambda name: faster[name], default=None),
         "over_floor": ours / best["floor"]["seconds"] if "floor" in best else None,
+        "times_less_cpu_than": {
+            name: best[name]["cpu"] / best["ours"]["cpu"] for name in faster if best[name].get("cpu")
+        }
+        if best["ours"].get("cpu")
+        else {},
         "own_network_times_faster_than": {
             name: best[name]["seconds"] / best["own network"]["seconds"] for name in faster if "own network" in best
         },

@@ -152,6 +152,7 @@ class Player:
             "seconds": self.turns,
             "first": self.first,
             "settled_after": self.settled,
+            "cpu": self.cpu,
             "cores": sum(self.cpu) / sum(self.turns),
             "steps": self.steps,
             "rounds": self.rounds,

@@ -95,6 +95,7 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
             number(result["best"]),
             number(result["best"] / reference if reference else None),
             number(result["median"]),
+            number(min(result["cpu"]) if result.get("cpu") else None),
             number(result["first"]),
             f"{result['cores']:.1f}",
             f"{result['steps_a_client']:g}" + ("" if result["same_work"] else " (not the same work!)"),
@@ -108,6 +109,7 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
         "s a round, best",
         "to plain DataLoader",
         "median",
+        "CPU s, best",
         "first round",
         "cores used",
         "steps a client",
@@ -126,6 +128,9 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
             )
             + (f"; {standing['over_floor']:.2f} times the floor." if standing["over_floor"] else ".")
         )
+        if less := standing.get("times_less_cpu_than"):
+            shares = sorted(less.items(), key=lambda entry: -entry[1])
+            yield "In CPU time, of the same variants: " + ", ".join(f"{who} {times:.2f}" for who, times in shares) + "."
         yield table(("target", "wanted", "measured", ""), targets(name, standing))
 
 

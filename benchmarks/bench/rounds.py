@@ -123,7 +123,7 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         "best": min(seconds),
         "median": statistics.median(seconds),
         "seconds": seconds,
-        "cpu": [*one.get("cpu", []), *other["cpu"]],
+        "cpu_seconds": [*one.get("cpu_seconds", []), *other["cpu_seconds"]],
         "first": one["first"],
         "cores": busy / sum(seconds),
         "steps": one["steps"] + other["steps"],
@@ -154,7 +154,7 @@ def best_of_each(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         group = group_of(result)
         if result["same_work"] and (group not in best or result["best"] < best[group]["seconds"]):
             best[group] = {"seconds": result["best"], "side": result["side"]}
-            best[group] |= {"cpu": min(result["cpu"])} if result.get("cpu") else {}
+            best[group] |= {"cpu": min(result["cpu_seconds"])} if result.get("cpu_seconds") else {}
     return best
 
 

@@ -73,6 +73,7 @@ class Player:
         self.settled = 0.0
         self.steps = self.rounds = 0
         self.last: dict[str, Any] = {}
+        self.loss: float | None = None
         self.peak = self.before = math.nan
 
     def __enter__(self) -> Player:
@@ -137,6 +138,11 @@ class Player:
         self.turns += said["seconds"]
         self.cpu.append(processes.cpu_seconds(self.process.pid) - before)
 
+    def ask_loss(self) -> None:
+        """What the model has come to."""
+        self._say({"loss": True})
+        self.loss = self._hear()["loss"]
+
     def result(self) -> dict[str, Any]:
         """Everything that was learned about this side."""
         best = min(self.turns)
@@ -152,11 +158,11 @@ class Player:
             "seconds": self.turns,
             "first": self.first,
             "settled_after": self.settled,
-            "cpu": self.cpu,
+            "cpu_seconds": self.cpu,
             "cores": sum(self.cpu) / sum(self.turns),
             "steps": self.steps,
             "rounds": self.rounds,
-            "loss": self.last.get("loss"),
+            "loss": self.loss,
             "peak_mb": self.last.get("peak_mb"),
             "family_peak_mb": None if math.isnan(self.peak) else self.peak,
         }
@@ -243,6 +249,9 @@ def interleave(
             say(f"  turn {number + 1} of {repeats}: " + ", ".join(f"{one.turns[-1]:.3f}" for one in playing))
             if 2 * time.perf_counter() - now - began > seconds:
                 break
+        for player in list(playing):
+            if not attempt(player, player.ask_loss):
+                drop(player)
         return [player.result() for player in playing], absent
     finally:
         for player in playing:

@@ -95,7 +95,7 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
             number(result["best"]),
             number(result["best"] / reference if reference else None),
             number(result["median"]),
-            number(min(result["cpu"]) if result.get("cpu") else None),
+            number(min(result["cpu_seconds"]) if result.get("cpu_seconds") else None),
             number(result["first"]),
             f"{result['cores']:.1f}",
             f"{result['steps_a_client']:g}" + ("" if result["same_work"] else " (not the same work!)"),

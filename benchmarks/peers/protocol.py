@@ -6,7 +6,9 @@ sides can be kept alive and take turns:
     harness: {"workload": {...}, "data": "folder", "options": {...}}
     side:    {"ready": {"parameters": 118282, "versions": {...}}}
     harness: {"rounds": 1}
-    side:    {"seconds": [0.93], "steps": 768, "loss": 1.9, "accuracies": [], "peak_mb": 41.0}
+    side:    {"seconds": [0.93], "steps": 768, "accuracies": [], "peak_mb": 41.0}
+    harness: {"loss": true}
+    side:    {"loss": 1.9}
 
 The end of standard input ends the side. Nothing but Python and numpy is needed here: every peer's environment has both.
 """
@@ -107,7 +109,7 @@ class Turns:
         self.closing: Callable[[], Any] = sys.exit
         """Called when the harness wants no more."""
         self.loss: Callable[[], float] | None = None
-        """The global model's present loss; measured off the clock."""
+        """The global model's present loss; measured when it is asked for, off the clock."""
         self.accuracy: Callable[[], float] | None = None
         """Its present accuracy, if every round is to be evaluated; that is a part of the round."""
         task = self._hear()
@@ -132,9 +134,8 @@ class Turns:
         if len(self._seconds) < self._wanted:
             self._began = time.perf_counter()
             return
-        loss = self.loss() if self.loss else None
         peak = peak_mb() - self._baseline
-        said = {"seconds": self._seconds, "steps": self._steps, "loss": loss}
+        said = {"seconds": self._seconds, "steps": self._steps}
         self._say(said | {"accuracies": self._accuracies, "peak_mb": peak})
         self._wait()
 
@@ -145,7 +146,9 @@ class Turns:
             self.finished(one_round())
 
     def _wait(self) -> None:
-        self._wanted = self._hear()["rounds"]
+        while "rounds" not in (heard := self._hear()):
+            self._say({"loss": self.loss() if self.loss else None})
+        self._wanted = heard["rounds"]
         self._seconds: list[float] = []
         self._accuracies: list[float] = []
         self._steps = 0

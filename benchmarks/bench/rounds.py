@@ -14,14 +14,14 @@ from typing import Any
 from peers.protocol import Workload
 
 from bench.sides import Side, interleave
-from bench.workloads import W6, write_data
+from bench.workloads import W1_OWN, W6, write_data
 
 CORES = len(os.sched_getaffinity(0))
 """Those that we may use; every side that can use all of them does so in one of its variants."""
 MANY = CORES > 1
 WARM_UP = {"w3": 1}
 """Rounds that don't count, if not two."""
-RECORDED = {"w1": 16, "w4": 18, "w5": 18, **{workload.name: 16 for workload in W6}}
+RECORDED = {"w1": 16, "w1-own": 16, "w4": 18, "w5": 18, **{workload.name: 16 for workload in W6}}
 """The same for ours, where it takes so many until it has seen enough steps of both batch sizes to record them."""
 
 
@@ -63,7 +63,7 @@ def sides_of(workload: Workload, peers: Collection[str]) -> list[Side]:
     theirs = [side for side in PEERS if side.name in peers and side.name in HAVING.get(workload.method, NAMES)]
     if workload.method in HAVING:
         return [ours, *theirs]
-    return [ours, *([own] if workload.model == "mlp" else []), *PLAIN, *theirs, *FLOOR]
+    return [ours, *([own] if workload.name == W1_OWN.name else []), *PLAIN, *theirs, *FLOOR]
 
 
 def measure(

@@ -9,6 +9,7 @@ import numpy as np
 from peers.protocol import Workload
 
 W1 = Workload("w1", "mlp", 128, (784,), clients=80, per_round=32, samples=750)
+W1_OWN = replace(W1, name="w1-own")
 W2 = Workload("w2", "convnet", 64, (3, 32, 32), clients=40, per_round=16, samples=128)
 W3 = Workload("w3", "convnet", 128, (3, 32, 32), clients=80, per_round=32, samples=625)
 W4 = Workload("w4", "own", 32, (3, 32, 32), clients=40, per_round=16, samples=500)
@@ -18,7 +19,7 @@ W6 = tuple(
     # SCAFFOLD's option II, which the peers have, takes a client's own steps for gradients: they must be plain descent.
     for method, changes in {"fedprox": {}, "scaffold": {"optimizer": "sgd", "lr": 0.05}, "moon": {}}.items()
 )
-WORKLOADS = {workload.name: workload for workload in (W1, W2, W3, W4, W5, *W6)}
+WORKLOADS = {workload.name: workload for workload in (W1, W1_OWN, W2, W3, W4, W5, *W6)}
 
 
 def toy(workload: Workload) -> Workload:

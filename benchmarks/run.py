@@ -129,7 +129,6 @@ def main(arguments: list[str] | None = None) -> None:
         found = {"section": section, "machine": where, "environment": environment, **measured}
         found |= {"variants_of": given.variants_of} if given.variants_of else {}
         found["took_seconds"] = time.perf_counter() - began
-        file = results / f"{section}.json"
         if section == "s1" and given.widths and file.exists():
             found = synthesis.merged(json.loads(file.read_text()), found)
         file.write_text(json.dumps(found, indent=1) + "\n")

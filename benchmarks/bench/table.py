@@ -118,6 +118,9 @@ def rounds(name: str, found: Mapping[str, Any]) -> Iterable[str]:
         "versions",
     )
     yield table(head, rows)
+    turns = {result["side"]: len(result["seconds"]) for result in found["sides"]}
+    if fewer := [f"{side} ({count})" for side, count in turns.items() if count < found["repeats"]]:
+        yield f"With fewer turns: {', '.join(fewer)}."
     if found["absent"]:
         yield "Absent: " + "; ".join(f"{entry['side']} ({entry['reason']})" for entry in found["absent"])
     if standing:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed.engine.evaluation import evaluate
-from dynafed.synthesis import SyntheticData, finetune, matching, synthesize
+from dynafed.synthesis import SyntheticData, finetune, matching
 from dynafed.synthesis.matching import InnerProblem, inner_problem, rates_by_name, soft_cross_entropy
 from dynafed.tree import Tree
 
@@ -96,17 +96,9 @@ def check_adjoint(momentum: float, steps: int = 5) -> None:
 
 def measure(study: Study, iterations: int, seed: int) -> dict[str, Any]:
     """One row."""
-    problem, schema, losses = study.federation.problem, study.federation.schema, []
-    settings = replace(study.settings, **TENSOR, iterations=iterations)
-    synthetic = synthesize(
-        problem.model,
-        study.models[:LENGTH],
-        schema.shape,
-        schema.classes,
-        settings,
-        seed,
-        on_iteration=lambda iteration, loss, x: losses.append(loss),
-    )
+    problem, changes = study.federation.problem, TENSOR | {"iterations": iterations}
+    synthetic, loss = study.synthesize(study.models[:LENGTH], changes, seed)
+    settings = replace(study.settings, **changes)
 
     def accuracy(tuned: Callable[[int], Tree]) -> float:
         return round(statistics.fmean(evaluate(study.federation, tuned(n))["accuracy"] for n in ROUNDS), 4)
@@ -115,7 +107,7 @@ def measure(study: Study, iterations: int, seed: int) -> dict[str, Any]:
         return finetune(problem.model, study.models[n - 1], synthetic, settings, problem.seeds, n)
 
     return {
-        "matching_loss": round(statistics.fmean(losses[-50:]), 3),
+        "matching_loss": round(loss, 3),
         "adam": accuracy(with_adam),
         **{f"{k} inner steps": accuracy(lambda n, k=k: inner_steps(study, n, synthetic, k)) for k in (20, 80)},  # type: ignore[misc]
     }

@@ -72,8 +72,10 @@ class Study:
         """The global models of a run, which is made if need be."""
         return trajectory(config, Path("runs") / f"served-mean-{self.preset}" / f"{name}-{self.seed}")
 
-    def synthesize(self, models: list[Tree], changes: dict[str, Any]) -> tuple[SyntheticData, float]:
-        """D_syn from these models, and the matching loss of the last 50 iterations."""
+    def synthesize(
+        self, models: list[Tree], changes: dict[str, Any], seed: int | None = None
+    ) -> tuple[SyntheticData, float]:
+        """D_syn from these models, and the matching loss of the last 50 iterations; with the run's seed or another."""
         schema, losses = self.federation.schema, []
         synthetic = synthesize(
             self.federation.problem.model,
@@ -81,7 +83,7 @@ class Study:
             schema.shape,
             schema.classes,
             replace(self.settings, **changes),
-            self.seed,
+            self.seed if seed is None else seed,
             on_iteration=lambda iteration, loss, x: losses.append(loss),
         )
         return synthetic, statistics.fmean(losses[-50:])

@@ -122,6 +122,17 @@ def test_another_run_s_checkpoint_or_metrics_are_not_resumed(copy: Path, tmp_pat
         dynafed.resume(copy, changes={"rounds": 8}, **DATA)
 
 
+@pytest.mark.parametrize(
+    "line", ['{"sound": 3}', '{"round": "3"}', "[3]", "3", "[" * 9999, '{"round": ' + "9" * 9999 + "}"]
+)
+def test_a_line_of_the_metrics_that_is_no_round_is_refused_in_one_line(line: str, copy: Path) -> None:
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
+    with pytest.raises(UserError, match=r"^[^\n]*metrics.jsonl lacks rounds[^\n]*$"):
+        dynafed.resume(copy, changes={"rounds": 8}, train=TRAIN, test=TEST)
+    assert find_changes(copy)
+
+
 def test_a_checkpoint_that_was_replaced_by_rerun_rounds_fits_the_metrics(copy: Path) -> None:
     """A client's state is lost, so the rounds since the checkpoint before are run again, with other times."""
     whole = dynafed.resume(copy, **DATA).state.model

@@ -101,14 +101,17 @@ def class_distribution(federation: Federation, most: int = 200) -> dict[str, Any
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    """The records of metrics.jsonl, up to a line that is none: the last one may have been cut off by a crash."""
     file = path / "metrics.jsonl"
-    records = []
+    records: list[Record] = []
     for line in file.read_text("utf-8", "replace").splitlines() if file.exists() else ():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(record, dict) or type(record.get("round")) is not int:
+            break
+        records.append(record)
     return records
 
 

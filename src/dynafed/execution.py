@@ -33,7 +33,7 @@ log = logging.getLogger("dynafed")
 MIN_KERNEL_WORK = 100_000
 """Samples, for convolutions times their channels, from which our kernels are used: so many take 1.5 seconds longer
 without them in one process. To load the kernels takes 5 ms, to find and try them in a network of the user's own about
-a second. Where they aren't in the package they are compiled once, in five to ten seconds."""
+a second. Where they aren't in the package they are compiled once, in half a minute."""
 MIN_TRACED_STEPS = 3 * CALLS_BEFORE_FIRST
 """Steps in a process from which tracing them is worth its second: it begins late, and a step saves half a ms."""
 MAX_CHUNK = 75

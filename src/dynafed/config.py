@@ -21,8 +21,8 @@ from dynafed.settings import build, nearest, plain, setting
 Section = TypeVar("Section")
 
 KERNELS_VERSION = 3
-"""Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows, with
-3 convolutions by Winograd's method, too."""
+"""Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows; with
+3 convolutions are done by Winograd's method, and a ConvNet is trained and synthesized as a whole."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 

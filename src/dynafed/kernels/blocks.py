@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynafed.kernels.build import CPP, library
+from dynafed.kernels.calls import CPU
 from dynafed.kernels.structure import BLOCK, block_at
-
-CPU = torch.device("cpu")
 
 
 class ConvBlocks(nn.Sequential):

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dynafed.kernels.build import CPP, address, function
 
+CPU = torch.device("cpu")
+
 
 def call(name: str, *tensors: Tensor | None, sizes: tuple[int, ...], reals: tuple[float, ...] = ()) -> None:
     """Call the kernel of this name for the tensors' type."""
@@ -34,3 +36,13 @@ def channels_last(x: Tensor) -> Tensor:
     """The same, channels last. With one channel it is so either way, but torch looks at the strides."""
     there = x.is_contiguous(memory_format=torch.channels_last) and x.stride(1) == 1
     return x if there else x.clone(memory_format=torch.channels_last)
+
+
+def taps_of(weight: Tensor) -> Tensor:
+    """A convolution's weights as the kernels take them: row, column, channel, output."""
+    return weight.permute(2, 3, 1, 0).contiguous()
+
+
+def weights_of(taps: Tensor) -> Tensor:
+    """The inverse of `taps_of`."""
+    return taps.permute(3, 2, 0, 1).clone(memory_format=torch.contiguous_format)

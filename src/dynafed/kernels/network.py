@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynafed.kernels.blocks import CPU, ConvBlocks
+from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import CPP, address, function, library
+from dynafed.kernels.calls import CPU, taps_of
+from dynafed.kernels.ops import FEW
 from dynafed.kernels.structure import BLOCK, block_at, is_plain
 from dynafed.models import Classifier
 
-FEW = (1, 3)
-"""Channels of images that it takes."""
 GROUP = 2
 """Images that go through the network together: more leave the cache, with one the weights are read too often."""
 
@@ -148,7 +148,7 @@ class ConvNet:
     def _packed(self, tensor: Tensor) -> Tensor:
         """A parameter as the kernel takes it: channels last, of weights the outputs."""
         if tensor.ndim == 4:
-            return tensor.detach().permute(2, 3, 1, 0).contiguous()
+            return taps_of(tensor.detach())
         if tensor.ndim == 2:
             return tensor.detach().reshape(len(tensor), self.outputs, -1).mT.contiguous()
         return tensor.detach().contiguous()

@@ -20,10 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from dynafed.kernels import winograd
 from dynafed.kernels.build import CPP, lanes
-from dynafed.kernels.calls import call, channels_last, empty, sizes_of
+from dynafed.kernels.calls import CPU, call, channels_last, empty, sizes_of, taps_of, weights_of
 from dynafed.kernels.structure import is_winograd
 
-CPU = torch.device("cpu")
 FEW = (1, 3)
 """Channels of images for which there is a kernel for a whole block; torch's convolutions are slow with so few."""
 
@@ -337,7 +336,7 @@ class _First(_Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, padding: int, eps: float
     ) -> Any:
-        pooled, mean, rstd = torch.ops.dynafed.first(x, _taps(weight), bias, gamma, beta, padding, eps)
+        pooled, mean, rstd = torch.ops.dynafed.first(x, taps_of(weight), bias, gamma, beta, padding, eps)
         ctx.save_for_backward(x, weight, bias, gamma, beta, mean, rstd)
         ctx.padding = padding
         return pooled
@@ -358,9 +357,9 @@ class _FirstGradient(_Function):
         if getattr(_known, "weight_gradients", False):
             return None, *map(torch.zeros_like, (weight, bias, gamma, beta))
         dx, taps, *rest = torch.ops.dynafed.first_gradient(
-            dp, x, _taps(weight), bias, gamma, beta, mean, rstd, ctx.padding, wanted
+            dp, x, taps_of(weight), bias, gamma, beta, mean, rstd, ctx.padding, wanted
         )
-        return dx if wanted else None, _untapped(taps), *rest
+        return dx if wanted else None, weights_of(taps), *rest
 
     @staticmethod
     @once_differentiable
@@ -370,13 +369,13 @@ class _FirstGradient(_Function):
         vw, vb, u, s = (torch.zeros_like(like) if one is None else one for one, like in given)
         by_dp, by_x, taps, by_bias, by_gamma = torch.ops.dynafed.first_gradient_gradient(
             None if vx is None else channels_last(vx),
-            _taps(vw),
+            taps_of(vw),
             vb,
             u,
             s,
             dp,
             x,
-            _taps(weight),
+            taps_of(weight),
             bias,
             gamma,
             beta,
@@ -386,16 +385,7 @@ class _FirstGradient(_Function):
             ctx.needs_input_grad[1],
         )
         by_x = by_x if ctx.needs_input_grad[1] else None
-        return by_dp, by_x, _untapped(taps), by_bias, by_gamma, None, None, None, None, None
-
-
-def _taps(weight: Tensor) -> Tensor:
-    """A convolution's weights as the kernels of the first block take them: row, column, channel, output."""
-    return weight.permute(2, 3, 1, 0).contiguous()
-
-
-def _untapped(taps: Tensor) -> Tensor:
-    return taps.permute(3, 2, 0, 1).clone(memory_format=torch.contiguous_format)
+        return by_dp, by_x, weights_of(taps), by_bias, by_gamma, None, None, None, None, None
 
 
 @torch.library.custom_op("dynafed::first", mutates_args=())

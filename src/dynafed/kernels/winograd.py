@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from dynafed.kernels.build import CPP, lanes
-from dynafed.kernels.calls import call, channels_last, empty, sizes_of
-
-CPU = torch.device("cpu")
+from dynafed.kernels.calls import CPU, call, channels_last, empty, sizes_of, taps_of, weights_of
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -41,7 +39,7 @@ def weight_gradient(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dynafed::winograd", mutates_args=())
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-    taps = (weight.flip(2, 3).permute(2, 3, 0, 1) if turned else weight.permute(2, 3, 1, 0)).contiguous()
+    taps = taps_of(weight.flip(2, 3).transpose(0, 1) if turned else weight)
     images, _, height, width = x.shape
     done = empty(images, taps.shape[3], height, width, like=x)
     call("winograd_forward", channels_last(x), taps, bias, done, sizes=(*sizes_of(x), taps.shape[3]))
@@ -52,4 +50,4 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> T
 def _winograd_weight_gradient(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     taps, sums = x.new_empty(3, 3, x.shape[1], g.shape[1]), x.new_zeros(g.shape[1])
     call("winograd_by_taps", channels_last(g), channels_last(x), taps, sums, sizes=(*sizes_of(x), g.shape[1]))
-    return taps.permute(3, 2, 0, 1).clone(memory_format=torch.contiguous_format), sums
+    return weights_of(taps), sums

@@ -59,7 +59,7 @@ def run(folder: str, clients: int, per_round: int, rounds: int) -> dict[str, Any
 
     sources = [functools.partial(samples, number) for number in range(clients)]
     changes = {"clients": clients, "clients_per_round": per_round, "rounds": rounds, "eval_every": rounds}
-    changes |= {"data_memory_mb": 64}  # the samples that were used last stay in memory, up to this
+    changes |= {"data_memory_mb": 16}  # the samples that were used last stay in memory, up to this: full soon
     config = dynafed.Config.load(None, {"method": "fedavg", "model": "mlp"} | changes)
     began, seen = time.perf_counter(), []
 

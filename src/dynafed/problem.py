@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dynafed import tree
+from dynafed.kernels import ConvNet
 from dynafed.seeds import Seeds
 from dynafed.tasks import CROSS_ENTROPY, Task
 from dynafed.tracing import StepTracer
@@ -75,12 +76,22 @@ class Problem:
         logits: Tensor = functional_call(self.network, weights, (x,))
         return logits
 
+    def infer(self, weights: Tree, x: Tensor) -> Tensor:
+        """The same without gradients, of a network in evaluation mode: on a kernel for all of it, if there is one."""
+        if self._whole is not None and self._whole.fits(weights, x):
+            return self._whole.logits(weights, x)
+        return self.forward(weights, x)
+
+    @cached_property
+    def _whole(self) -> ConvNet | None:
+        return ConvNet.of(self.network, version=4)
+
     @torch.no_grad()
     def predict(self, weights: Tree, x: Tensor) -> Tensor:
         """Logits of any number of samples, in evaluation mode."""
         self.network.eval()
         weights = tree.to(weights, self.device)
-        return torch.cat([self.forward(weights, part) for part in torch.split(x, BATCH)])
+        return torch.cat([self.infer(weights, part) for part in torch.split(x, BATCH)])
 
     def features(self, weights: Tree, x: Tensor) -> Tensor:
         """The vectors that the head of a `models.Classifier` takes, (N, width)."""
@@ -100,6 +111,6 @@ class Problem:
         """The mean loss on some samples; the network's mode and buffers stay as they are."""
         training = self.network.training
         self.network.eval()
-        loss = self.task.mean_loss(self.forward(weights, x), y)
+        loss = self.task.mean_loss(self.infer(weights, x), y)
         self.network.train(training)
         return float(loss)

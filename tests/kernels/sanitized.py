@@ -78,6 +78,7 @@ def network(rng: random.Random) -> None:
     params, x = dict(model.named_parameters()), tensor(rng, dtype, rng.randint(1, 5), channels, *size)
     assert whole
     assert whole.fits(params, x)
+    whole.logits(params, x)
     labels = torch.rand(len(x), classes, dtype=dtype)
     for kept in (None, x.new_empty(whole.room(x, classes))):
         whole.gradient(params, x, labels, 1.0, kept)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dynafed
 from dynafed import UserError, kernels
-from dynafed.config import kept_bytes
+from dynafed.config import KERNELS_VERSION, kept_bytes
 from dynafed.kernels import build
 from dynafed.kernels.network import ConvNet
 from dynafed.models import Classifier, ConvNetSettings, convnet
@@ -37,7 +37,7 @@ def network(shape: tuple[int, ...], width: int, depth: int, dtype: torch.dtype =
     return model
 
 
-def accelerated(model: nn.Module, version: int = 3) -> nn.Module:
+def accelerated(model: nn.Module, version: int = KERNELS_VERSION) -> nn.Module:
     found = kernels.accelerate(model, version=version)
     assert found is not None
     return found
@@ -83,6 +83,7 @@ def test_the_gradient_and_the_product_are_autograds(shape: tuple[int, ...], widt
             assert float((tensor - expected[name]).norm()) <= 1e-12 * max(float(expected[name].norm()), largest)
     for one, other in zip(products[0][1:], products[1][1:], strict=True):
         assert float((one - other).norm()) <= 1e-12 * float(other.norm())
+    torch.testing.assert_close(whole.logits(params, x), model(x).detach(), rtol=1e-10, atol=1e-10)
 
 
 def test_the_product_is_the_gradients_derivative() -> None:
@@ -236,3 +237,26 @@ def test_clients_train_on_it_with_corrections(method: str, tmp_path: Path, monke
     count = len(calls)
     run("before", kernels="own", kernels_version=2, workers=1)
     assert len(calls) == count
+
+
+def test_it_evaluates_from_version_4_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of version 3 goes on as it began, and comes to the same model."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.normal(size=(60, 1, 8, 8)).astype(np.float32), np.arange(60) % 3
+    calls, plain = [], ConvNet.logits
+    monkeypatch.setattr(ConvNet, "logits", lambda self, *inputs: calls.append(1) or plain(self, *inputs))
+    found = {}
+    for version in (3, 4):
+        config = tiny(
+            model="convnet", convnet__width=16, convnet__depth=2, rounds=2, kernels="own", kernels_version=version
+        )
+        result = dynafed.run(
+            config.replace(workers=1), out=tmp_path / str(version), train=(images, labels), test=(images, labels)
+        )
+        assert bool(calls) == (version == 4)
+        found[version] = result
+    for name, tensor in found[3].model.state_dict().items():
+        assert torch.equal(tensor, found[4].model.state_dict()[name])
+    for before, now in zip(found[3].history, found[4].history, strict=True):
+        assert now["accuracy"] == before["accuracy"]
+        assert now["loss"] == pytest.approx(before["loss"], rel=1e-5)

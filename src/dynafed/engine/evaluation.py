@@ -93,7 +93,7 @@ def tally(problem: Problem, model: Tree, x: Tensor, y: Tensor) -> Tally:
     problem.network.eval()
     weights = tree.to(model, problem.device)
     parts = zip(torch.split(x, BATCH), torch.split(y, BATCH), strict=True)
-    return add_up([problem.task.tally(problem.forward(weights, some), wanted) for some, wanted in parts])
+    return add_up([problem.task.tally(problem.infer(weights, some), wanted) for some, wanted in parts])
 
 
 def empty_tally(problem: Problem) -> Tally:

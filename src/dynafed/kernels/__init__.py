@@ -94,7 +94,7 @@ def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNE
         if fast is not None:
             log.debug("on our kernels, the network would compute something else: it stays with torch's")
     if coverage(network, version=1).channels:
-        fast = _accelerate_sequentials(network, whole=version > 2)
+        fast = _accelerate_sequentials(network, version)
         if version > 2:
             structure.use_winograd(fast)
         return fast
@@ -109,12 +109,12 @@ def described(network: nn.Module) -> Iterator[str]:
     yield from graph.described(network)
 
 
-def _accelerate_sequentials(network: nn.Module, whole: bool) -> nn.Module:
+def _accelerate_sequentials(network: nn.Module, version: int) -> nn.Module:
     parts = [name for name, part in structure.sequentials(network).items() if structure.conv_blocks(part)]
     accelerated = copy.deepcopy(network)
     for name in parts:
         fast = ConvBlocks(*accelerated.get_submodule(name).children())
-        fast.whole = whole
+        fast.version = version
         if not name:
             return fast.train(network.training)
         parent, _, child = name.rpartition(".")

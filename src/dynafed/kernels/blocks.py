@@ -14,8 +14,9 @@ from dynafed.kernels.structure import BLOCK, block_at
 class ConvBlocks(nn.Sequential):
     """The same layers as the `nn.Sequential` that it stands for, with the same names."""
 
-    whole = False
-    """Whether the network that it is in may be computed as a whole, where there is a kernel for that."""
+    version = 0
+    """Of the kernels: where there is one for the whole network that it is in, that may be trained and synthesized on it
+    from 3 on, and evaluated from 4 on."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)

@@ -1,5 +1,5 @@
-// A whole ConvNet, a few images at a time, so that what lies between its layers stays in the cache: the gradient of its
-// loss, and the Hessian's product with a direction. Blocks as in blocks.h, then a linear layer and soft-label
+// A whole ConvNet, a few images at a time, so that what lies between its layers stays in the cache: its logits, the gradient
+// of its loss, and the Hessian's product with a direction. Blocks as in blocks.h, then a linear layer and soft-label
 // cross-entropy. The product is the derivative of the gradient along the direction; a dot marks such derivatives:
 //     .z = conv(.a, w) + conv(a, .w) + .b      .da = conv_x'(.dz, w) + conv_x'(dz, .w)
 //     .dw = conv_w'(.dz, a) + conv_w'(dz, .a)
@@ -438,17 +438,21 @@ template <class R, int channels> struct Network {
         for (Int k = 0; k < size; k += lanes) store(to + k, load(to + k) + scale * load(from + k));
     }
 
+    void logits(Int b, R *to) const {
+        const R *weights = params[4 * sizes.depth], *bias = params[4 * sizes.depth + 1];
+        for (Int k = 0; k < classes; k++)
+            to[k] = dot(at(b, blocks.back().p), weights + k * features, features) + bias[k];
+    }
+
     // The gradient by the logits and by the last block's output, and if it is wanted, by the labels: their sum with the
     // labels is the loss.
     void loss(Int images, const R *labels, R *by_labels = nullptr) const {
-        const R *weights = params[4 * sizes.depth], *bias = params[4 * sizes.depth + 1];
+        const R *weights = params[4 * sizes.depth];
         const Block<R> &last = blocks.back();
         for (Int b = 0; b < images; b++, labels += classes) {
             R *s = at(b, softmax), *d = at(b, dlogits), *dp = at(b, last.dp), largest = -INFINITY, sum = 0, total = 0;
-            for (Int k = 0; k < classes; k++) {
-                s[k] = dot(at(b, last.p), weights + k * features, features) + bias[k];
-                largest = std::max(largest, s[k]);
-            }
+            logits(b, s);
+            for (Int k = 0; k < classes; k++) largest = std::max(largest, s[k]);
             for (Int k = 0; k < classes; k++) {
                 if (by_labels) by_labels[k] = largest - s[k];
                 s[k] = std::exp(s[k] - largest);
@@ -612,6 +616,17 @@ template <class R, int channels> struct Network {
         }
     }
 
+    void evaluate(const R *x, R *to) {
+        const Buffer<R> own(group * record);
+        records = own.at();
+        for (Int from = 0; from < sizes.images; from += group) {
+            const Int images = std::min(group, sizes.images - from);
+            first_convolution(images, x + from * pixels);
+            forward(images);
+            for (Int b = 0; b < images; b++) logits(b, to + (from + b) * classes);
+        }
+    }
+
     // `kept` has room for all records, or is none. With dot_params, records that are kept are those of the gradient.
     void run(const R *x, const R *labels, R *kept, R *by_x, R *by_labels) {
         const Buffer<R> own(kept ? 0 : group * record);
@@ -637,6 +652,13 @@ template <class R, int channels> struct Network {
 } // namespace
 
 #define EXPORT(R)                                                                                                      \
+    extern "C" void network_logits_##R(const R *x, const R *const *params, R *logits, Int images, Int height,          \
+                                       Int width, Int channels, Int padding, Int depth, Int outputs, Int classes,      \
+                                       Int group, double eps) {                                                        \
+        const Sizes sizes = {images, height, width, padding, depth, outputs, classes, group, 0, eps};                  \
+        if (channels == 1) Network<R, 1>(sizes, params, nullptr, nullptr).evaluate(x, logits);                         \
+        if (channels == 3) Network<R, 3>(sizes, params, nullptr, nullptr).evaluate(x, logits);                         \
+    }                                                                                                                  \
     extern "C" Int network_record_##R(Int height, Int width, Int channels, Int padding, Int depth, Int outputs,        \
                                       Int classes) {                                                                   \
         const Sizes sizes = {0, height, width, padding, depth, outputs, classes, 0, 0, 0};                             \

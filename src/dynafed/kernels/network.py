@@ -1,4 +1,4 @@
-"""A whole ConvNet in one call: the gradient of its loss, and its Hessian times a direction."""
+"""A whole ConvNet in one call: its logits, the gradient of its loss, and its Hessian times a direction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = 2
 
 @dataclass(frozen=True)
 class ConvNet:
-    """Blocks of one width on images of few channels, then one linear layer, trained as a whole."""
+    """Blocks of one width on images of few channels, then one linear layer, computed as a whole."""
 
     names: tuple[str, ...]
     """Of its parameters: of each block four, of the linear layer two."""
@@ -38,10 +38,10 @@ class ConvNet:
     classes: int
 
     @classmethod
-    def of(cls, network: nn.Module) -> ConvNet | None:
-        """What a network is, if it was accelerated and is nothing more than that."""
+    def of(cls, network: nn.Module, version: int = 3) -> ConvNet | None:
+        """What a network is, if it was accelerated with at least this version and is nothing more than that."""
         blocks = network.features if type(network) is Classifier else network
-        if type(blocks) is not ConvBlocks or not blocks.whole or not (is_plain(network) and is_plain(blocks)):
+        if type(blocks) is not ConvBlocks or blocks.version < version or not (is_plain(network) and is_plain(blocks)):
             return None
         layers = [*blocks, *([network.head] if isinstance(network, Classifier) else [])]
         found = [block_at(layers, start) for start in range(0, len(layers) - 2, len(BLOCK))]
@@ -76,6 +76,22 @@ class ConvNet:
         same = all(tensor.device == x.device == CPU and tensor.dtype == x.dtype for tensor in params.values())
         features = self.outputs * (sides[0] >> self.depth) * (sides[1] >> self.depth)
         return whole and same and x.dtype in CPP and features == self.features and library() is not None
+
+    def logits(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The outputs (N, classes)."""
+        x = x.detach().contiguous(memory_format=torch.channels_last)
+        packed = [self._packed(params[name]) for name in self.names]
+        found = x.new_empty(len(x), self.classes)
+        function(f"network_logits_{CPP[x.dtype]}")(
+            address(x),
+            _addresses(packed),
+            address(found),
+            ctypes.c_int64(len(x)),
+            *self._sizes(x, self.classes),
+            ctypes.c_int64(GROUP),
+            ctypes.c_double(self.eps),
+        )
+        return found
 
     def room(self, x: Tensor, classes: int) -> int:
         """How many numbers the gradient of these samples can leave to the product."""

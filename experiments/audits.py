@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from privacy import CLIP, COMMON, PROBLEMS
+from rows import L2
 
 from dynafed import Config
 from dynafed.audit import audit
 from dynafed.engine.grid import Cell, run_cells
 
-DEMO: dict[str, Any] = {"method": "dynafed+average", "rounds": 30, "alpha": 0.1}
+DEMO: dict[str, Any] = L2 | {"method": "dynafed+average", "rounds": 30, "alpha": 0.1}
 MANY: dict[str, Any] = COMMON | PROBLEMS["1000 clients"] | {"method": "dynafed+average"}
 PRIVATE: dict[str, Any] = {"dp.epsilon": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from robustness import measured
-from rows import run_rows
+from rows import L2, run_rows
 
 from dynafed import Config
 from dynafed.engine.grid import Cell
@@ -33,7 +33,7 @@ def cells(folder: Path) -> Iterator[tuple[dict[str, Any], Cell]]:
         for method in METHODS:
             for sent, transforms in TRANSFORMS.items():
                 changes = {"rounds": 30, "alpha": 0.1, "workers": 1, "dynafed.evidence": False, "seed": seed}
-                changes |= {"method": f"{method}+average", "update_transforms": transforms}
+                changes |= L2 | {"method": f"{method}+average", "update_transforms": transforms}
                 name = "-".join([method, *(transforms or ["whole"]), str(seed)])
                 row = {"method": method, "sent": sent, "seed": seed}
                 yield row, Cell(name, Config.load("demo", changes), folder / name)

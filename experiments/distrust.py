@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from robustness import DISTRUSTING, measured
-from rows import run_rows
+from rows import L2, run_rows
 
 from dynafed import Config, tree
 from dynafed.engine.grid import Cell, run_cells
 from dynafed.synthesis.synthesize import mean_cosines, read_trajectory
 
-BASE: dict[str, Any] = {"alpha": 0.1, "workers": 1, "dynafed.evidence": False}
+BASE: dict[str, Any] = L2 | {"alpha": 0.1, "workers": 1, "dynafed.evidence": False}
 RESTARTING = DISTRUSTING | {"dynafed.on_refusal": "restart"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg+average"},

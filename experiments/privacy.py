@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rows import L2
+
 from dynafed import Config
 from dynafed.engine.grid import Cell, run_cells
 from dynafed.engine.summary import read_metrics
 
 LAST = 5
-COMMON: dict[str, Any] = {"rounds": 25, "alpha": 0.1, "workers": 1, "dynafed.evidence": False}
+COMMON: dict[str, Any] = L2 | {"rounds": 25, "alpha": 0.1, "workers": 1, "dynafed.evidence": False}
 PROBLEMS: dict[str, dict[str, Any]] = {
     "1000 clients": {"clients": 1000, "clients_per_round": 200, "local_epochs": 3, "batch_size": 10, "mlp.width": 16},
     "20 clients": {},

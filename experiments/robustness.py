@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rows import run_rows
+from rows import L2, run_rows
 
 from dynafed import Config
 from dynafed.engine.grid import Cell
@@ -28,7 +28,7 @@ AVERAGES = ("fedavg", "median", "trimmed-mean", "krum", "multi-krum", "geometric
 WITH_DYNAFED = ("fedavg", "median")
 ASSUMED = 0.25
 LAST = 5
-BASE: dict[str, Any] = {
+BASE: dict[str, Any] = L2 | {
     "rounds": 30,
     "workers": 1,
     "dynafed.evidence": False,

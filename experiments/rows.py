@@ -11,6 +11,9 @@ from dynafed.engine.grid import Cell, run_cells
 
 Row = dict[str, Any]
 
+L2: dict[str, Any] = {"dynafed.distance": "l2", "dynafed.inner_rates": "single", "dynafed.inner_lr_rate": 0.01}
+"""The synthesis of the demo as it was when the experiments behind docs/trust.md were run."""
+
 
 def run_rows(cells: Iterable[tuple[Row, Cell]], measured: Callable[[Path], Row], out: Path) -> None:
     """Run the cells that have no row in `out`; print and write every row as soon as it is there.

@@ -19,13 +19,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rows import L2
 from served_mean import real_samples
 
 from dynafed import Config, resume, run
 from dynafed.engine.federation import Federation
 from dynafed.synthesis import DynaFedSettings
 
-DYNAFED: dict[str, Any] = {"method": "dynafed+average", "dynafed.distance": "l2", "dynafed.inner_rates": "single"}
+DYNAFED = L2 | {"method": "dynafed+average"}
 TENSOR = DYNAFED | {"dynafed.distance": "quotient", "dynafed.inner_rates": "tensor"}
 SCALED: dict[str, Any] = {
     "method": "dynafed+average",
@@ -42,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynafed, quotient, rates per tensor": TENSOR,
     "dynafed, again every 40 rounds": TENSOR | {"dynafed.resynthesize_every": 40},
     "dynafed, 50 steps at 1e-3": TENSOR | {"dynafed.finetune_lr": 1e-3},
+    "dynafed, scaled rates": TENSOR | {"dynafed.inner_rates": "scaled", "dynafed.inner_lr_rate": 0.03},
     "dynafed, scaled": SCALED,
     "dynafed, scaled, again every 40 rounds": SCALED | {"dynafed.resynthesize_every": 40},
     "dynafed, scaled, 20 steps at 1e-4": SCALED | {"dynafed.finetune_lr": 1e-4, "dynafed.finetune_steps": 20},

@@ -22,11 +22,11 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
     Config.load(name)
 
 
-def test_only_our_own_presets_for_the_paper_s_protocol_leave_its_distance() -> None:
-    distances = {name: Config.load(name).section("dynafed", DynaFedSettings).distance for name in presets()}
-    assert {name: distance for name, distance in distances.items() if distance != "l2"} == {
-        name: "quotient" for name in presets() if name.startswith("cpu-")
-    }
+def test_presets_of_the_paper_and_of_its_code_keep_its_distance_and_a_single_rate() -> None:
+    chosen = {name: Config.load(name).section("dynafed", DynaFedSettings) for name in presets()}
+    for name, settings in chosen.items():
+        theirs = name.startswith(("paper-", "official-"))
+        assert (settings.distance, settings.rates_per_tensor) == (("l2", False) if theirs else ("quotient", True))
 
 
 def test_required_keys_exist_at_the_top_level() -> None:

@@ -58,7 +58,7 @@ def test_the_engine_gives_the_same_weights(method: str, tmp_path: Path) -> None:
     chosen = dataclasses.asdict(SETTINGS)
     config = {key: chosen.pop(key) for key in FEDERATION} | {"method": method, "seed": SEED, "workers": 1}
     if method == "dynafed":
-        config["dynafed"] = chosen | {"target_draw": "last"}
+        config["dynafed"] = chosen | {"target_draw": "last", "distance": "l2", "inner_rates": "single"}
     result = dynafed.run(
         dynafed.Config.from_dict(config),
         model=lambda: copy.deepcopy(net),

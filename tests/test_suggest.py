@@ -34,7 +34,7 @@ def commands(evidence: Evidence) -> list[str]:
 
 def test_each_suggestion_has_its_own_evidence() -> None:
     average, sgd = "method=fedavg+average", "method=fedavg+average -s optimizer=sgd -s lr=0.05"
-    clients = ["method=fedprox+average", "method=dynafed+average -s dynafed.distance=quotient -s rounds=40"]
+    clients = ["method=fedprox+average", "method=dynafed+average -s rounds=40"]
     assert commands(UNLIKE) == [average, sgd, *clients]
     assert commands(replace(UNLIKE, mean_gain=0.06)) == [sgd, *clients]
     assert commands(replace(UNLIKE, optimizer="sgd")) == [average, *clients]

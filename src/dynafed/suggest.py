@@ -170,9 +170,8 @@ def suggestions(evidence: Evidence, path: Path) -> list[Suggestion]:
             f"{100 * evidence.average_accuracy:.0f} %: clients forget the classes that they don't have"
         )
         found.append(Suggestion(_again(path, "fedprox+average"), apart, MEASURED["fedprox"]))
-        changes = ["dynafed.distance=quotient"]
-        if evidence.rounds < evidence.rounds_for_dynafed:
-            changes.append(f"rounds={evidence.rounds_for_dynafed}")
+        longer = evidence.rounds < evidence.rounds_for_dynafed
+        changes = [f"rounds={evidence.rounds_for_dynafed}"] if longer else []
         same = "the same, for clients that must stay as they are; the synthesis costs server time"
         found.append(Suggestion(_again(path, "dynafed+average", *changes), same, MEASURED["dynafed"]))
     return found

@@ -198,7 +198,7 @@ def test_each_tensor_learns_a_rate_of_its_own(case: Any, tmp_path: Path) -> None
 
 def test_scaled_rates_start_at_way_over_gradient(case: Any) -> None:
     model, path = case
-    fixed = {"inner_rates": "scaled", "inner_lr": 0.5, "inner_lr_rate": 0.0, "iterations": 1}
+    fixed = {"distance": "l2", "inner_rates": "scaled", "inner_lr": 0.5, "inner_lr_rate": 0.0, "iterations": 1}
     samples: list[Tensor] = []
     keep = len(path) - 1  # a single segment: the whole trajectory
     made = synthesize(
@@ -249,11 +249,15 @@ def test_the_paper_s_distance_gives_other_samples(case: Any) -> None:
     model, path = case
     quotient, default, l2 = (
         synthesize(model, path, (6,), 4, SMALL | changes)
-        for changes in ({"distance": "quotient"}, {}, {"distance": "l2", "inner_rates": "single"})
+        for changes in (
+            {"distance": "quotient", "inner_rates": "scaled"},
+            {},
+            {"distance": "l2", "inner_rates": "auto"},
+        )
     )
     assert quotient.inner_rates is not None
     assert l2.inner_rates is None
-    assert tree.digest(quotient.tree()) != tree.digest(default.tree()) == tree.digest(l2.tree())
+    assert tree.digest(quotient.tree()) == tree.digest(default.tree()) != tree.digest(l2.tree())
 
 
 def test_a_trajectory_that_moves_only_without_effect_stands_still(case: Any) -> None:

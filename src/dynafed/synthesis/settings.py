@@ -31,10 +31,10 @@ class DynaFedSettings:
     inner_steps: int = setting(20, "s': gradient steps on the synthetic samples in each iteration", low=1)
     inner_lr: float = setting(0.0, "rate of the inner steps, where it starts if it is learned (0: automatic)", low=0)
     inner_lr_rate: float = setting(
-        0.01, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
+        0.03, "Adam's rate on the inner rate's logarithm (0: the inner rate is fixed)", low=0
     )
     inner_rates: str = setting(
-        "auto",
+        "scaled",
         "a single inner rate, or one for each parameter tensor (auto: with the quotient distance); scaled: one for "
         "each, and it starts in proportion to the tensor's way divided by its gradient",
         choices=("auto", "single", "tensor", "scaled"),
@@ -45,7 +45,7 @@ class DynaFedSettings:
     label_optimizer: str = setting("adam", "of the label logits", choices=OPTIMIZERS)
     label_lr: float = setting(0.05, "its rate", above=0)
     distance: str = setting(
-        "l2",
+        "quotient",
         "from where the inner steps lead to the target: the paper's l2, or quotient, which leaves out changes without "
         "an effect on predictions",
         choices=DISTANCES,
@@ -57,8 +57,8 @@ class DynaFedSettings:
     )
     augment: bool = setting(False, "one random differentiable change at each inner and each fine-tuning step")
     finetune_optimizer: str = setting("adam", "fresh in every round", choices=OPTIMIZERS)
-    finetune_lr: float = setting(1e-4, "its rate", above=0)
-    finetune_steps: int = setting(20, "steps of fine-tuning in every round after the synthesis", low=0)
+    finetune_lr: float = setting(3e-4, "its rate", above=0)
+    finetune_steps: int = setting(50, "steps of fine-tuning in every round after the synthesis", low=0)
     finetune_batch: int = setting(0, "samples in such a step (0: all)", low=0)
     resynthesize_every: int = setting(0, "synthesize again after so many rounds, from the latest ones (0: once)", low=0)
     outlier_steps: float = setting(

@@ -2,6 +2,7 @@
 
     DYNAFED_DATA=... python experiments/grid.py runs/grid experiments/results/grid.json [WORD]
     python experiments/grid.py table experiments/results/grid.json
+    python experiments/grid.py plot experiments/results/grid.json docs/grid.png
 
 The paper's protocol (80 clients, 200 rounds, one local epoch) on FashionMNIST and CIFAR-10, MLP and ConvNet of width
 16, Adam at 1e-3 and SGD at 0.05 on the clients, 40 and 10 % of them a round, three alphas, seed 0, test data. Every run
@@ -87,8 +88,37 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             yield f"| {dataset}, {model} | {optimizer}, {participation:.0%} | {alpha} | {' | '.join(shown)} |"
 
 
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """The grid as a picture: a panel for each dataset and network, a column for each kind of clients."""
+    import matplotlib.pyplot as plt
+
+    problems = sorted({(row["dataset"], row["model"]) for row in rows})
+    figure, panels = plt.subplots(len(problems), 1, figsize=(10, 3.4 * len(problems)), squeeze=False, layout="tight")
+    for panel, (dataset, model) in zip(panels[:, 0], problems, strict=True):
+        here = [row for row in rows if (row["dataset"], row["model"]) == (dataset, model)]
+        places = sorted({(row["optimizer"], -row["participation"], row["alpha"]) for row in here})
+        for number, method in enumerate(METHODS):
+            found = [row for row in here if row["method"] == method]
+            x = [
+                places.index((row["optimizer"], -row["participation"], row["alpha"])) + 0.16 * (number - 1.5)
+                for row in found
+            ]
+            panel.vlines(x, [100 * row["raw"] for row in found], [100 * row["mean"] for row in found], f"C{number}")
+            panel.plot(x, [100 * row["raw"] for row in found], "o", color=f"C{number}", mfc="white")
+            panel.plot(x, [100 * row["mean"] for row in found], "o", color=f"C{number}", label=method)
+        labels = [f"{optimizer}, {-share:.0%}\nalpha {alpha}" for optimizer, share, alpha in places]
+        panel.set_xticks(range(len(places)), labels, fontsize=8)
+        panel.set_title(f"{dataset}, {model}: the model (white), the mean of its last 20 (filled)", fontsize=10)
+        panel.set_ylabel("test accuracy, %")
+        panel.grid(axis="y", alpha=0.3)
+    panels[0, 0].legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "table":
+    if sys.argv[1] == "plot":
+        plot(json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
+    elif sys.argv[1] == "table":
         print(*table(json.loads(Path(sys.argv[2]).read_text())), sep="\n")
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -233,8 +233,8 @@ def synthesis(found: Mapping[str, Any]) -> Iterable[str]:
                 )
             )
         rows += [(str(width["width"]), entry["side"], "-", "-", "0", entry["reason"], "") for entry in width["absent"]]
-        if wanted := {32: 2.5, 64: 2.0}.get(width["width"]):
-            goals.append(target(f"times faster at width {width['width']}", width["times_faster"], at_least=wanted))
+        if width["times_faster"] is not None:
+            goals.append(target(f"times faster at width {width['width']}", width["times_faster"], at_least=4))
             goals.append(target(f"of its memory at width {width['width']}", width["share_of_memory"], at_most=1 / 3))
         ours = [result for result in width["sides"] if result["options"]["side"] == "ours"]
         if width["width"] == 128 and ours:

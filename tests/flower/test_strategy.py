@@ -72,6 +72,8 @@ def test_any_strategy_is_refined(name: str) -> None:
             assert not close(models[number], bare[number], 1e-4), number
     assert set(result.train_metrics_clientapp[4]) - {"train_loss", "norm_bit"} == {
         "dynafed_inner_lr",
+        "dynafed_inner_lr_max",
+        "dynafed_inner_lr_min",
         "dynafed_matching_loss",
         "dynafed_invariant_share",
         "dynafed_invariant_share_unused",
@@ -332,7 +334,8 @@ def test_the_refiner_alone_does_the_same() -> None:
     _, models = run(mine)
     _, expected = run(wrapped(FedAvg()))
     assert all(equal(models[number], expected[number]) for number in expected)
-    assert set(mine.refiner.state) == {"synthetic/x", "synthetic/logits", "synthetic/inner_lr"}
+    parts = ("x", "logits", "inner_lr", "inner_rates")
+    assert set(mine.refiner.state) == {f"synthetic/{part}" for part in parts}
 
 
 def test_the_initial_model_can_be_part_of_the_trajectory_and_d_syn_can_be_given(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_a_smoke_test_leaves_the_page_and_the_lines_and_is_not_run_twice(
     assert [(folder / "summary.json").stat().st_mtime_ns for folder in folders] == times
     # Stored results stand in for runs.
     stored = ["--results", str(tmp_path / "a" / "table4.jsonl")]
+    assert main([*arguments, *stored, "--out", str(tmp_path / "b"), "--dry-run", "--json"]) == 0
+    assert [cell["state"] for cell in json.loads(capsys.readouterr().out)["items"]] == ["done"] * 4
     assert main([*arguments, *stored, "--out", str(tmp_path / "b"), "--json"]) == 0
     assert [cell["state"] for cell in json.loads(capsys.readouterr().out)["cells"]] == ["done"] * 4
     assert not (tmp_path / "b" / "runs").exists()

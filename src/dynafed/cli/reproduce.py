@@ -76,10 +76,11 @@ def _reproduce(args: argparse.Namespace) -> None:
         }
         wanted = [get_experiment(name) for name in dict.fromkeys(args.names)]
         planned = {one.name: plan(one, Path(args.out), **chosen) for one in wanted}
+    stored = read_records(args.results)
     if args.dry_run:
-        _show_plan([cell for cells in planned.values() for cell in cells], args, overrides)
+        _show_plan([cell for cells in planned.values() for cell in cells], stored, args, overrides)
         return
-    _run(wanted, planned, read_records(args.results), args)
+    _run(wanted, planned, stored, args)
 
 
 def _run(
@@ -150,7 +151,9 @@ def _show_results(experiment: Experiment, records: list[Record]) -> None:
     out.print(shown)
 
 
-def _show_plan(planned: list[PlannedCell], args: argparse.Namespace, overrides: dict[str, Any]) -> None:
+def _show_plan(
+    planned: list[PlannedCell], stored: dict[str, Record], args: argparse.Namespace, overrides: dict[str, Any]
+) -> None:
     from dynafed.engine.summary import read_summary
     from dynafed.report.text import duration
     from dynafed.reproduce.cost import cell_seconds
@@ -159,7 +162,7 @@ def _show_plan(planned: list[PlannedCell], args: argparse.Namespace, overrides: 
     rows: list[dict[str, Any]] = []
     for one in planned:
         path, config = one.cell.path, one.cell.config
-        done = read_summary(path) is not None
+        done = one.digest in stored or read_summary(path) is not None
         seconds = 0.0 if done or one.missing else cell_seconds(config)
         state = "done" if done else one.missing or "not run"
         command = cell_command(

@@ -17,17 +17,17 @@ from dynafed.report.clean import flatten
 from dynafed.reproduce.cells import PlannedCell
 from dynafed.synthesis.settings import DynaFedSettings
 
-SAMPLES, ROUNDS = 64, 6
+SAMPLES, ROUNDS = (64, 256, 1024), 6
 """Of each of two clients in the measurement; short rounds, because the fastest one counts."""
+
+LONG_ENOUGH = 0.05
+"""Seconds of a round from which on what isn't training no longer matters."""
 
 FORWARD = 1 / 3
 """What an evaluation costs, in training steps."""
 
-LOCAL = {"scaffold": 1.5, "fedmix": 2.0, "fedgen": 2.0}
-"""Local training of these methods, in that of FedAvg."""
-
-UNFUSED = 2.5
-"""What local training with the MLP costs if a method changes the steps, so that no kernel does a whole epoch."""
+LOCAL = {"feddyn": 1.3, "scaffold": 1.9, "moon": 1.6, "fedmix": 1.2, "fedgen": 1.8}
+"""Local training of these methods with the MLP, in that of FedAvg (benchmarks/RESULTS.md)."""
 
 
 def total_seconds(planned: Iterable[PlannedCell]) -> float:
@@ -48,8 +48,6 @@ def cell_seconds(config: Config) -> float:
     local = config.sampled * (config.local_steps * config.batch_size or config.local_epochs * share)
     for method in methods:
         local *= LOCAL.get(method, 1.0)
-    if config.model == "mlp" and not {*methods} <= {"fedavg", "dynafed", "average", "abavg", "feddf", "fedbe"}:
-        local *= UNFUSED
     evaluated = spec.test * FORWARD * (1 + ("average" in methods) + ("dynafed" in methods))
     samples = config.rounds * (local + evaluated) / cores + config.rounds * _server_samples(config, methods)
     if "dynafed" in methods:
@@ -75,9 +73,18 @@ def _server_samples(config: Config, methods: list[str]) -> float:
 
 @cache
 def _seconds_per_sample(model: str, width: int, shape: tuple[int, ...], batch: int) -> float:
-    """The time of one sample in one local step, in one process: that of the fastest round of a short run."""
+    """The time of one sample in one local step, in one process."""
+    for samples in SAMPLES:
+        seconds = _fastest_round(model, width, shape, batch, samples)
+        if seconds > LONG_ENOUGH:
+            break
+    return seconds / (2 * samples)
+
+
+def _fastest_round(model: str, width: int, shape: tuple[int, ...], batch: int, samples: int) -> float:
+    """The time that two clients train in the fastest round of a short run."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2 * SAMPLES, *shape), dtype=np.float32)
+    x = rng.standard_normal((2 * samples, *shape), dtype=np.float32)
     y = np.arange(len(x)) % 10
     changes: dict[str, Any] = {"method": "fedavg", "model": model, "rounds": ROUNDS, "clients": 2, "participation": 1.0}
     changes |= {"batch_size": batch, "partition": "iid", "workers": 1, "kernels": "own", "record": False}
@@ -85,4 +92,4 @@ def _seconds_per_sample(model: str, width: int, shape: tuple[int, ...], batch: i
         changes[f"{model}.width"] = width
     with tempfile.TemporaryDirectory() as folder:
         done = run(Config.load(None, changes), train=(x, y), test=(x[:32], y[:32]), out=f"{folder}/run")
-    return float(min(record["seconds_clients"] for record in done.history[1:]) / len(x))
+    return float(min(record["seconds_clients"] for record in done.history[1:]))

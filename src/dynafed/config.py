@@ -20,10 +20,10 @@ from dynafed.settings import build, nearest, plain, setting
 
 Section = TypeVar("Section")
 
-KERNELS_VERSION = 4
+KERNELS_VERSION = 5
 """Which networks run on our kernels: with 1 an `nn.Sequential` of a few layers, with 2 what a traced graph shows; with
 3 convolutions are done by Winograd's method, and a ConvNet is trained and synthesized as a whole; with 4 it is also
-evaluated as a whole."""
+evaluated as a whole; with 5 linear layers may have any number of units, and more activations than ReLU between them."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dynafed import kernels
 from dynafed.config import KERNELS_VERSION
+from dynafed.kernels.activations import Activation
 from dynafed.tracing import CALLS_BEFORE_FIRST
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ class ExecutionPlan:
     """Which networks these know."""
     parts: tuple[str, ...]
     """What of the network runs on them."""
-    fused_epochs: bool
-    """Whether one of them trains a client's whole epoch."""
+    activations: tuple[Activation, ...]
+    """Those of the chain of linear layers of which a kernel trains a client's whole epoch; empty if none does."""
     server_threads: int
     """That share the synthetic samples."""
     chunk: int
     """How many of these are taken at a time; 0 if there are none."""
+
+    @property
+    def fused_epochs(self) -> bool:
+        """Whether a kernel trains a client's whole epoch."""
+        return bool(self.activations)
 
     def __str__(self) -> str:
         parts = [
@@ -99,7 +105,8 @@ def resolve(
     synthesis = config.section("dynafed", DynaFedSettings) if used else None
     version = config.kernels_version or KERNELS_VERSION
     found = kernels.coverage(network, sample, version)
-    fusable = found.mlp and methods.declares_steps and config.loss == "cross_entropy" and _has_head(network, methods)
+    plain = config.loss == "cross_entropy" and _has_head(network, methods)
+    fusable = bool(found.mlp) and methods.declares_steps and plain
     worth = _kernel_work(found, samples, synthesis_work(synthesis) if synthesis else 0) >= MIN_KERNEL_WORK
     wanted = (fusable or bool(found.channels)) and {"own": True, "torch": False, "auto": worth}[choice]
     accelerated = kernels.accelerate(network, sample, version) if wanted else None
@@ -115,7 +122,7 @@ def resolve(
         kernels=accelerated is not None,
         version=version,
         parts=() if accelerated is None else tuple(kernels.described(accelerated)),
-        fused_epochs=accelerated is not None and fusable,
+        activations=found.mlp if accelerated is not None and fusable else (),
         server_threads=processes,
         chunk=(synthesis.chunk or chunk_size(network, synthesis.samples)) if synthesis else 0,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynafed import kernels
 from dynafed.kernels import build, calls, levels, ops, winograd
+from dynafed.kernels.activations import FUNCTIONS, Activation
 from dynafed.kernels.mlp import MLPTraining
 from dynafed.models import ConvNetSettings, convnet
 from dynafed.optim import Optimizer
@@ -86,12 +87,13 @@ def network(rng: random.Random) -> None:
 
 
 def mlp(rng: random.Random) -> None:
-    sizes = [rng.randint(1, 40), *(16 * rng.randint(1, 4) for _ in range(rng.randint(0, 3))), rng.randint(1, 20)]
+    sizes = [rng.randint(1, 40), *(rng.randint(1, 64) for _ in range(rng.randint(0, 3))), rng.randint(1, 20)]
     params: list[Tensor] = []
     for inputs, outputs in itertools.pairwise(sizes):
         params += [torch.randn(inputs, outputs).t(), torch.randn(outputs)]
     samples = rng.randint(1, 20)
-    train = MLPTraining(params, Optimizer(rng.choice(["adam", "adamw"]), params, 0.01))
+    between = [Activation(rng.choice(list(FUNCTIONS)), 0.1) for _ in sizes[2:]]
+    train = MLPTraining(params, Optimizer(rng.choice(["adam", "adamw"]), params, 0.01), activations=between)
     order = np.random.default_rng(0).permutation(samples)[: rng.randint(1, samples)]
     train(torch.randn(samples, sizes[0]), torch.randint(sizes[-1], (samples,)), order, rng.randint(1, 25))
 

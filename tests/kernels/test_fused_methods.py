@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 import dynafed
 from dynafed import generator, kernels, tree
 from dynafed.engine.federation import Federation
-from dynafed.kernels import FusedLoss, MLPTraining, build
+from dynafed.kernels import Activation, FusedLoss, MLPTraining, build
+from dynafed.kernels.activations import FUNCTIONS
 from dynafed.methods import METHODS, AffineCorrection, ClientContext, Method
 from dynafed.methods.fedprox import FedProx
 from dynafed.methods.moon import Moon
@@ -29,6 +31,16 @@ from dynafed.tree import Tree
 pytestmark = pytest.mark.skipif(build.library() is None, reason="no C++ compiler here")
 
 SIZES = (11, 32, 48, 5)
+ODD_SIZES = (11, 20, 33, 5)
+RELU = Activation("relu")
+NETWORKS = [
+    *((SIZES, RELU), (ODD_SIZES, RELU), ((3, 1, 1, 2), RELU)),
+    *((sizes, Activation(name, low=0.1)) for name in FUNCTIONS if name != "relu" for sizes in (SIZES, ODD_SIZES)),
+]
+"""What every loss is tried on: how wide the layers are, and what is between them."""
+every_network = pytest.mark.parametrize(
+    ("sizes", "between"), NETWORKS, ids=lambda given: str(getattr(given, "name", given))
+)
 
 
 def network(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> Tree:
@@ -41,9 +53,9 @@ def network(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> Tree:
     return params
 
 
-def features(params: Tree, x: Tensor) -> Tensor:
+def features(params: Tree, x: Tensor, between: Activation = RELU) -> Tensor:
     for weight, bias in _pairs(params)[:-1]:
-        x = F.linear(x, weight, bias).relu()
+        x = between(F.linear(x, weight, bias))
     return x
 
 
@@ -69,9 +81,10 @@ def method(name: str, **changes: Any) -> Method:
     return METHODS.load(name)(tiny(**{"method": name} | changes))
 
 
-def context(**parts: Any) -> ClientContext:
+def context(between: Activation = RELU, **parts: Any) -> ClientContext:
     """What a client half sees, in double precision."""
-    known = {"forward": lambda params, x: head(params, features(params, x)), "features": features, "head": head}
+    seen = partial(features, between=between)
+    known = {"forward": lambda params, x: head(params, seen(params, x)), "features": seen, "head": head}
     names = ("client", "global_params", "x", "y", "steps", "lr", "rng")
     empty = {"global_buffers": {}, "extras": {}, "state": {}}
     return ClientContext(**dict.fromkeys(names) | known | empty | parts)
@@ -85,10 +98,13 @@ def gradient_of(method: Method, params: Tree, x: Tensor, y: Tensor, client: Clie
     return loss.item(), dict(zip(leaves, grads, strict=True))
 
 
-def fused_gradient(params: Tree, x: Tensor, y: Tensor, loss: FusedLoss, *drawn: Tree) -> tuple[float, Tree]:
+def fused_gradient(
+    params: Tree, x: Tensor, y: Tensor, loss: FusedLoss | None, *drawn: Tree, between: Activation = RELU
+) -> tuple[float, Tree]:
     """The same by the kernel: what one step of plain SGD with rate 1 takes away."""
     after = tree.clone(params)
-    train = MLPTraining(list(after.values()), Optimizer("sgd", list(after.values()), 1.0), loss=loss)
+    sgd, activations = Optimizer("sgd", list(after.values()), 1.0), [between] * (len(params) // 2 - 1)
+    train = MLPTraining(list(after.values()), sgd, loss=loss, activations=activations)
     (value,) = train(x, y, np.arange(len(y)), len(y), drawn)
     return float(value), {name: params[name] - after[name] for name in params}
 
@@ -99,28 +115,39 @@ def assert_same(ours: tuple[float, Tree], theirs: tuple[float, Tree]) -> None:
         torch.testing.assert_close(ours[1][name].double(), grad, rtol=1e-4, atol=1e-6)
 
 
+@every_network
+def test_the_mean_cross_entropy_and_its_gradient(sizes: tuple[int, ...], between: Activation) -> None:
+    params, (x, y) = network(sizes=sizes), samples(7, sizes)
+    theirs = gradient_of(method("fedavg"), params, x, y, context(between))
+    assert_same(fused_gradient(params, x, y, None, between=between), theirs)
+
+
+@every_network
 @pytest.mark.parametrize("count", [1, 7, 32])
 @pytest.mark.parametrize("mix", ["taylor", "naive"])
-def test_fedmix_s_loss_and_gradient(count: int, mix: str) -> None:
-    params, (x, y) = network(), samples(count)
-    drawn = {"x": torch.randn(SIZES[0]), "y": torch.rand(SIZES[-1]).softmax(0)}
+def test_fedmix_s_loss_and_gradient(sizes: tuple[int, ...], between: Activation, count: int, mix: str) -> None:
+    params, (x, y) = network(sizes=sizes), samples(count, sizes)
+    drawn = {"x": torch.randn(sizes[0]), "y": torch.rand(sizes[-1]).softmax(0)}
     fedmix = method("fedmix", fedmix__ratio=0.3, fedmix__mix=mix)
-    theirs = gradient_of(fedmix, params, x, y, context(sampled=doubles(drawn)))
-    loss = fedmix.fused_loss(context(x=x, extras={"y": torch.zeros(1, SIZES[-1])}))
+    theirs = gradient_of(fedmix, params, x, y, context(between, sampled=doubles(drawn)))
+    loss = fedmix.fused_loss(context(x=x, extras={"y": torch.zeros(1, sizes[-1])}))
     assert loss is not None
-    assert_same(fused_gradient(params, x, y, loss, drawn), theirs)
+    assert_same(fused_gradient(params, x, y, loss, drawn, between=between), theirs)
 
 
+@every_network
 @pytest.mark.parametrize("count", [1, 7, 32])
-def test_moon_s_loss_and_gradient(count: int) -> None:
-    params, other, last, (x, y) = network(0), network(1), network(2), samples(count)
-    x[0] = -100.0 if count > 1 else x[0]
+def test_moon_s_loss_and_gradient(sizes: tuple[int, ...], between: Activation, count: int) -> None:
+    params, other, last = (network(seed, sizes) for seed in range(3))
+    x, y = samples(count, sizes)
+    x[0] = -100.0 if count > 1 and between == RELU else x[0]  # no features
     moon = method("moon", moon__mu=2.0)
-    theirs = gradient_of(moon, params, x, y, context(global_params=doubles(other), state=doubles(last)))
+    theirs = gradient_of(moon, params, x, y, context(between, global_params=doubles(other), state=doubles(last)))
     declared = moon.fused_loss(context(global_params=other, state=last))
     assert declared is not None
-    held = tuple(kernels.features(list(model.values()), x) for model in declared.models)
-    assert_same(fused_gradient(params, x, y, replace(declared, held=held)), theirs)
+    activations = [between] * (len(sizes) - 2)
+    held = tuple(kernels.features(list(model.values()), x, activations) for model in declared.models)
+    assert_same(fused_gradient(params, x, y, replace(declared, held=held), between=between), theirs)
 
 
 def test_features_that_are_all_zero_have_no_gradient() -> None:
@@ -137,13 +164,16 @@ def test_features_that_are_all_zero_have_no_gradient() -> None:
     assert_same(fused_gradient(params, x, y, replace(loss, held=held)), theirs)
 
 
+@every_network
 @pytest.mark.parametrize(("count", "hidden", "noise"), [(1, 32, 8), (7, 20, 3), (32, 64, 16)])
-def test_fedgen_s_loss_and_gradient(count: int, hidden: int, noise: int) -> None:
-    params, (x, y) = network(), samples(count)
+def test_fedgen_s_loss_and_gradient(
+    sizes: tuple[int, ...], between: Activation, count: int, hidden: int, noise: int
+) -> None:
+    params, (x, y) = network(sizes=sizes), samples(count, sizes)
     torch.manual_seed(1)
-    net = generator.fresh(noise, SIZES[-1], hidden, SIZES[-2])
+    net = generator.fresh(noise, sizes[-1], hidden, sizes[-2])
     net["1.weight"], net["1.bias"] = torch.rand(hidden), torch.randn(hidden)
-    drawn = {"labels": torch.randint(SIZES[-1], (6,)), "noise": torch.randn(6 + count, noise)}
+    drawn = {"labels": torch.randint(sizes[-1], (6,)), "noise": torch.randn(6 + count, noise)}
     fedgen = method("fedgen", fedgen__client_batch=6, fedgen__noise=noise, fedgen__hidden=hidden)
     extras = tree.nest({"net": net, "seen": {"rounds": torch.tensor(3)}})
     fading = {"fading": torch.tensor(0.98**3, dtype=torch.float64)}
@@ -156,23 +186,40 @@ def test_fedgen_s_loss_and_gradient(count: int, hidden: int, noise: int) -> None
             x,
             y,
             context(
+                between,
                 sampled={"labels": drawn["labels"], "noise": drawn["noise"].double()} | fading,
                 extras={name: tensor.double() for name, tensor in extras.items()},
             ),
         )
     loss = fedgen.fused_loss(context(extras=extras))
     assert loss is not None
-    assert_same(fused_gradient(params, x, y, loss, drawn), theirs)
+    assert_same(fused_gradient(params, x, y, loss, drawn, between=between), theirs)
     assert fedgen.fused_loss(context(extras=extras | {"seen/rounds": torch.tensor(0)})) is None
 
 
+@every_network
 @pytest.mark.parametrize("count", [1, 33, 300])
-def test_the_mean_gradient_and_the_features(count: int) -> None:
-    params, (x, y) = network(), samples(count)
-    _, theirs = gradient_of(method("fedavg"), params, x, y, context())
-    for ours, grad in zip(kernels.mean_gradient(list(params.values()), x, y), theirs.values(), strict=True):
+def test_the_mean_gradient_and_the_features(sizes: tuple[int, ...], between: Activation, count: int) -> None:
+    params, (x, y) = network(sizes=sizes), samples(count, sizes)
+    tensors, activations = list(params.values()), [between] * (len(sizes) - 2)
+    before = tree.digest(params)
+    _, theirs = gradient_of(method("fedavg"), params, x, y, context(between))
+    for ours, grad in zip(kernels.mean_gradient(tensors, x, y, activations), theirs.values(), strict=True):
         torch.testing.assert_close(ours.double(), grad, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(kernels.features(list(params.values()), x), features(params, x))
+    assert tree.digest(params) == before
+    found = kernels.features(tensors, x, activations)
+    torch.testing.assert_close(found, features(params, x, between), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_activations_are_torch_s(name: str) -> None:
+    """From where the tails are nothing to where they are everything, and near zero, where digits are lost first."""
+    between, around = Activation(name, low=0.1), torch.logspace(-6, 2, 500)
+    z = torch.cat([-around, torch.zeros(1), around]).unsqueeze(1)
+    params = [torch.ones(1, 1), torch.zeros(1), torch.ones(1, 1), torch.zeros(1)]
+    wanted = between(z.double())
+    error = (kernels.features(params, z, [between]).double() - wanted).abs()
+    assert (error <= 3e-7 * wanted.abs() + 1e-37).all() if name == "tanh" else (error <= 3e-7 * z.abs()).all()
 
 
 STEPS = {
@@ -183,11 +230,15 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("sizes", [SIZES, ODD_SIZES])
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("pulled", [True, False])
 @pytest.mark.parametrize("shifted", [True, False])
-def test_every_optimizer_takes_torchs_steps_with_every_correction(optimizer: str, pulled: bool, shifted: bool) -> None:
-    params, start, added, (x, y) = network(0), network(1), network(2), samples(40)
+def test_every_optimizer_takes_torchs_steps_with_every_correction(
+    optimizer: str, pulled: bool, shifted: bool, sizes: tuple[int, ...]
+) -> None:
+    params, start, added = (network(seed, sizes) for seed in range(3))
+    x, y = samples(40, sizes)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in doubles(params).items()}
     theirs = STEPS[optimizer](list(leaves.values()), lr=0.01, weight_decay=0.1)
     order = np.random.default_rng(0).permutation(40)
@@ -373,8 +424,8 @@ def test_the_kernel_refuses_what_it_would_misread() -> None:
         kernels.features(params, x.double())
     with pytest.raises(ValueError, match="in single precision"):
         kernels.features(list(doubles(network()).values()), x)
-    with pytest.raises(ValueError, match="multiples of 16 units"):
-        kernels.features(list(network(sizes=(4, 12, 3)).values()), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="2 hidden layers have 2 activations, not 3"):
+        kernels.features(params, x, [RELU] * 3)
     with pytest.raises(ValueError, match="labels must be whole numbers"):
         mixed(x, y.float(), order, 4)
     net = generator.fresh(3, SIZES[-1], 16, SIZES[-2] + 16)

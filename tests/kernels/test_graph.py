@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_what_does_more_than_compute_its_output_stays_with_torch(kind: type[nn.M
 
 def test_what_computes_something_else_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Plain()
-    monkeypatch.setattr(graph, "_activation", lambda node, root: 0.3 if "relu" in node.name else None)
+    monkeypatch.setattr(graph, "_slope_below_zero", lambda node, root: 0.3 if "relu" in node.name else None)
     assert graph.accelerated(network) is not None
     assert kernels.accelerate(network, torch.randn(1, 3, 8, 8)) is None
 
@@ -334,10 +335,43 @@ class Turned(OwnMLP):
 
 def test_an_mlp_is_known_by_its_graph() -> None:
     x = torch.randn(1, 1, 8, 8)
-    assert kernels.coverage(OwnMLP(), x) == kernels.Coverage(0, True)
-    assert kernels.coverage(OwnMLP(), x, version=1) == kernels.Coverage(0, False)
+    assert kernels.coverage(OwnMLP(), x) == kernels.Coverage(0, 2 * (kernels.Activation("relu"),))
+    assert kernels.coverage(OwnMLP(), x, version=1) == kernels.Coverage(0)
     for other in (OwnMLP(swapped=True), Doubled(), Turned(), OwnMLP().double()):
         assert not kernels.coverage(other, x).mlp
+
+
+CALLED: dict[str, tuple[Any, tuple[str, float]]] = {
+    "F.gelu": (F.gelu, ("gelu", 0.0)),
+    "F.gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), ("gelu_tanh", 0.0)),
+    "torch.tanh": (torch.tanh, ("tanh", 0.0)),
+    "method": (lambda x: x.tanh(), ("tanh", 0.0)),
+    "F.silu": (lambda x: F.silu(x, inplace=True), ("silu", 0.0)),
+    "F.leaky_relu": (lambda x: F.leaky_relu(x, 0.2), ("leaky_relu", 0.2)),
+    "F.leaky_relu by default": (F.leaky_relu, ("leaky_relu", 0.01)),
+    "layer": (nn.GELU(approximate="tanh"), ("gelu_tanh", 0.0)),
+    "sigmoid": (torch.sigmoid, ("", 0.0)),
+    "relu of something else": (lambda x: F.relu(x + 1), ("", 0.0)),
+    "rounded": (lambda x: x.relu().round(), ("", 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_activations_are_known_by_what_is_called(name: str) -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 5), nn.Linear(5, 2)
+            self.between = CALLED[name][0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.between(self.first(x)))
+            return out
+
+    wanted = CALLED[name][1]
+    found = (kernels.Activation(*wanted),) if wanted[0] else ()
+    assert kernels.coverage(Called(), torch.randn(1, 8)) == kernels.Coverage(0, found)
+    assert kernels.coverage(Called(), torch.randn(1, 8), version=4) == kernels.Coverage(0)
 
 
 def images(count: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -23,6 +23,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dynafed
 from dynafed import Config, execution, kernels, tracing, tree
+from dynafed.config import KERNELS_VERSION
 from dynafed.engine.federation import Federation
 from dynafed.engine.files import has_locks, lock_folder
 from dynafed.kernels import blocks, build, levels, ops
@@ -549,7 +550,7 @@ def test_a_synthesis_alone_decides_for_itself_and_leaves_no_trace(monkeypatch: p
 
 def test_other_networks_have_no_part_for_our_kernels() -> None:
     for network, shape in ((nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU()), (1, 8, 8)), (nn.Linear(3, 2), (3,))):
-        assert kernels.coverage(network, torch.randn(1, *shape)) == kernels.Coverage(0, False)
+        assert kernels.coverage(network, torch.randn(1, *shape)) == kernels.Coverage(0)
 
 
 def layers(sizes: tuple[int, ...]) -> list[Tensor]:
@@ -637,7 +638,7 @@ class Ends(nn.Module):
 @needs_compiler
 def test_a_user_s_own_network_is_accelerated_by_its_structure() -> None:
     network, x = Ends(), torch.randn(5, 3, 8, 8)
-    assert kernels.coverage(network, x[:1]) == kernels.Coverage(16, False)
+    assert kernels.coverage(network, x[:1]) == kernels.Coverage(16)
     fast = accelerated(network)
     assert type(network.stem) is nn.Sequential
     assert isinstance(fast.get_submodule("stem"), blocks.ConvBlocks)
@@ -667,18 +668,21 @@ def test_what_looks_alike_but_is_not_is_left_to_torch() -> None:
 
 
 def test_an_mlp_is_known_by_its_structure() -> None:
-    def is_mlp(*layers: nn.Module) -> bool:
-        return kernels.coverage(nn.Sequential(*layers), torch.randn(1, 8)).mlp
+    def is_mlp(*layers: nn.Module, version: int = KERNELS_VERSION) -> bool:
+        return bool(kernels.coverage(nn.Sequential(*layers), torch.randn(1, 8), version).mlp)
 
     first, last = nn.Linear(8, 16), nn.Linear(16, 3)
     assert is_mlp(nn.Flatten(), first, nn.ReLU(), last)
     assert is_mlp(nn.Sequential(first, nn.ReLU()), last)
     assert is_mlp(first, nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
     assert not is_mlp(nn.Linear(8, 3))
-    assert not is_mlp(first, nn.Tanh(), last)
+    assert is_mlp(first, nn.Tanh(), last)
+    assert not is_mlp(first, nn.Tanh(), last, version=4)
+    assert not is_mlp(first, nn.Sigmoid(), last)
     assert not is_mlp(first, last)
     assert not is_mlp(first, nn.ReLU(), last, nn.ReLU())
-    assert not is_mlp(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    assert is_mlp(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    assert not is_mlp(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3), version=4)
     assert not is_mlp(nn.Linear(8, 16, bias=False), nn.ReLU(), last)
     assert not is_mlp(nn.Linear(8, 16).double(), nn.ReLU(), last.double())
     assert not is_mlp(shared := nn.Linear(16, 16), nn.ReLU(), shared)

@@ -16,7 +16,6 @@ from dynafed.engine.steps import LocalSteps
 from dynafed.execution import fused_gradient
 from dynafed.messages import Broadcast, Update
 from dynafed.methods import ClientContext, ClientOutput, ClientView, Method
-from dynafed.problem import Problem
 from dynafed.tree import Tree
 
 
@@ -126,7 +125,7 @@ def _context(
         features=lambda params, x: problem.features(weights | params, x),
         head=lambda params, z: problem.head(weights | params, z),
         task=problem.task,
-        fused_gradient=partial(_fused_gradient, problem, client) if side.execution.fused_epochs else None,
+        fused_gradient=partial(_fused_gradient, side, client) if side.execution.fused_epochs else None,
     )
 
 
@@ -139,10 +138,11 @@ def _finished(side: ClientSide, method: Method, params: Tree, context: ClientCon
     return method.finish((tree.clone if as_trained else tree.clone_contiguous)(params), context)
 
 
-def _fused_gradient(problem: Problem, client: ClientView, params: Tree) -> Tree:
+def _fused_gradient(side: ClientSide, client: ClientView, params: Tree) -> Tree:
     """The gradient of the client's mean loss at these parameters, by our kernel."""
-    grads = fused_gradient([params[name] for name in problem.trainable], client.x, client.y)
-    return dict(zip(problem.trainable, grads, strict=True))
+    names = side.problem.trainable
+    grads = fused_gradient([params[name] for name in names], client.x, client.y, side.execution.activations)
+    return dict(zip(names, grads, strict=True))
 
 
 def _states_by_method(side: ClientSide, state: Tree) -> dict[str, Tree]:

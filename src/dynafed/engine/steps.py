@@ -129,7 +129,8 @@ class FusedSteps:
         self.loss, self.context = side.methods.loss, contexts[side.methods.loss.name]
         fused = self.loss.fused_loss(self.context) if self.loss in active else None
         if fused and fused.models:
-            held = (fused_features([model[name] for name in names], self.context.x) for model in fused.models)
+            models = ([model[name] for name in names] for model in fused.models)
+            held = (fused_features(each, self.context.x, side.execution.activations) for each in models)
             fused = dataclasses.replace(fused, held=(*fused.held, *held))
         self.samples = fused is not None and self.loss.overrides("sample_step")
         reference, shift = (
@@ -142,6 +143,7 @@ class FusedSteps:
             reference=reference,
             shift=shift,
             loss=fused,
+            activations=side.execution.activations,
         )
 
     def epoch(self, x: Tensor, y: Tensor, order: np.ndarray, batch_size: int) -> Tensor:

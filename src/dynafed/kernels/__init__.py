@@ -2,7 +2,7 @@
 
 For convolutions: Winograd's method, from version 3 on; blocks of 3x3 convolution, instance norm, ReLU and 2x2 average
 pooling; and group norm with the sum, (leaky) ReLU and 2x2 pooling after it; all with second derivatives. A ConvNet as a
-whole (`network.ConvNet`). For fully connected ReLU networks: an epoch of training in one call (`mlp.MLPTraining`).
+whole (`network.ConvNet`). For fully connected networks: an epoch of training in one call (`mlp.MLPTraining`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynafed.config import KERNELS_VERSION
 from dynafed.kernels import graph, structure
+from dynafed.kernels.activations import Activation
 from dynafed.kernels.blocks import ConvBlocks
 from dynafed.kernels.build import library
 from dynafed.kernels.generator import fits as generator_fits
@@ -33,6 +34,7 @@ from dynafed.kernels.network import ConvNet
 from dynafed.kernels.ops import weight_gradients_known
 
 __all__ = [
+    "Activation",
     "ConvNet",
     "Coverage",
     "FusedLoss",
@@ -59,21 +61,20 @@ class Coverage:
 
     channels: int
     """Of its convolutional blocks; 0 if there are none."""
-    mlp: bool
-    """Whether it is a chain of linear layers and ReLUs, in single precision."""
+    mlp: tuple[Activation, ...] = ()
+    """What is between the layers, if it is a chain of linear layers in single precision."""
 
 
 def coverage(network: nn.Module, x: Tensor | None = None, version: int = KERNELS_VERSION) -> Coverage:
     """Looks at the network's structure; compiles nothing. Without a sample, it isn't traced."""
-    if version == 1 or structure.is_covered(network):
-        blocks = [block for part in structure.sequentials(network).values() for block in structure.conv_blocks(part)]
-        return Coverage(max((block[0].out_channels for block in blocks), default=0), structure.is_mlp(network))
-    if x is None:
-        return coverage(network, version=1)
+    blocks = [block for part in structure.sequentials(network).values() for block in structure.conv_blocks(part)]
+    by_structure = max((block[0].out_channels for block in blocks), default=0)
+    if version == 1 or x is None or structure.is_covered(network, version):
+        return Coverage(by_structure, structure.mlp_activations(network, version))
     found = [plan.channels for _, plans in graph.plans(network) for plan in plans.values()]
     if found:
-        return Coverage(max(found), False)
-    return Coverage(coverage(network, version=1).channels, graph.is_mlp(network, x))
+        return Coverage(max(found))
+    return Coverage(by_structure, graph.mlp_activations(network, x, version))
 
 
 def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNELS_VERSION) -> nn.Module | None:
@@ -85,7 +86,7 @@ def accelerate(network: nn.Module, x: Tensor | None = None, version: int = KERNE
     """
     if library() is None:
         return None
-    if version > 1 and x is not None and not structure.is_covered(network):
+    if version > 1 and x is not None and not structure.is_covered(network, version):
         fast = graph.accelerated(network)
         if fast is not None and version > 2:
             structure.use_winograd(fast)

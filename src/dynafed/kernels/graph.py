@@ -10,9 +10,8 @@ import copy
 import functools
 import importlib
 import logging
-import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dynafed.errors import first_line
+from dynafed.kernels.activations import Activation, of_layer, of_node
 from dynafed.kernels.build import CPP, library
 from dynafed.kernels.structure import are_mlp, block_at, is_plain, is_winograd
 
@@ -252,49 +252,53 @@ def plans(network: nn.Module, name: str = "") -> Iterator[tuple[str, dict[bool, 
 
 
 class Chain:
-    """Stands in a module for its `forward`: linear layers with ReLUs between them, on flattened samples."""
+    """Stands in a module for its `forward`: linear layers with activations between them, on flattened samples."""
 
-    def __init__(self, module: nn.Module, layers: tuple[str, ...]) -> None:
-        self.module, self.layers = module, layers
+    def __init__(self, module: nn.Module, layers: Sequence[str], activations: Sequence[Activation]) -> None:
+        self.module, self.layers, self.activations = module, layers, activations
 
     def __call__(self, x: Tensor) -> Tensor:
         """The last layer's output."""
         x = x.flatten(1)
         for number, name in enumerate(self.layers):
-            x = self.module.get_submodule(name)(x.relu() if number else x)
+            x = self.module.get_submodule(name)(self.activations[number - 1](x) if number else x)
         return x
 
 
-def is_mlp(network: nn.Module, x: Tensor) -> bool:
-    """Whether it is what `structure.is_mlp` looks for, by its graph, and its outputs for samples like these."""
-    layers = _linear_chain(network)
-    if not layers or not are_mlp(network, [network.get_submodule(name) for name in layers]):
-        return False
+def mlp_activations(network: nn.Module, x: Tensor, version: int) -> tuple[Activation, ...]:
+    """Those of what `structure.mlp_activations` looks for, by its graph, and its outputs for samples like these."""
+    layers, between = _linear_chain(network)
+    if not layers or not are_mlp(network, [network.get_submodule(name) for name in layers], between, version):
+        return ()
     chained = copy.deepcopy(network)
-    chained.__dict__["forward"] = Chain(chained, layers)
-    return agree(chained, network, x)
+    chained.__dict__["forward"] = Chain(chained, layers, between)
+    return tuple(between) if agree(chained, network, x) else ()
 
 
-def _linear_chain(network: nn.Module) -> tuple[str, ...]:
-    """The names of the linear layers in a graph that is a chain of them with ReLUs between; empty if it isn't."""
-    if any(type(layer) not in (nn.Linear, nn.ReLU, nn.Flatten) for layer in network.modules() if _is_leaf(layer)):
-        return ()
+def _linear_chain(network: nn.Module) -> tuple[list[str], list[Activation]]:
+    """The names of the linear layers in a graph that is a chain of them, and what is between; empty if it isn't."""
+    nothing = list[str](), list[Activation]()
+    known = (nn.Linear, nn.Flatten)
+    if any(type(layer) not in known and not of_layer(layer) for layer in network.modules() if _is_leaf(layer)):
+        return nothing
     if (graph := traced(network, True)) is None:
-        return ()
-    node, layers, linear = next(iter(graph.nodes)), list[str](), False
+        return nothing
+    node, linear = next(iter(graph.nodes)), False
+    layers, between = list[str](), list[Activation]()
     while node.op != "output":
         if type(_layer(node, network)) is nn.Linear and not linear:
             layers.append(str(node.target))
             linear = True
-        elif _activation(node, network) == 0.0 and linear:
+        elif (found := of_node(node, _layer(node, network))) and linear:
+            between.append(found)
             linear = False
         elif node.op != "placeholder" and (layers or not _flattens(node, network)):
-            return ()
+            return nothing
         users = [user for user in node.users if not _measures(user)]
         if len(users) != 1:
-            return ()
+            return nothing
         node = users[0]
-    return tuple(layers) if linear else ()
+    return (layers, between) if linear else nothing
 
 
 def traced(module: nn.Module, training: bool) -> fx.Graph | None:
@@ -441,7 +445,7 @@ def _fused(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, Fused]:
             run = replace(run, sum=True)
             inputs.append(other)
             chain.append(user)
-        if (user := _free_user(chain, taken)) and (low := _activation(user, root)) is not None:
+        if (user := _free_user(chain, taken)) and (low := _slope_below_zero(user, root)) is not None:
             run = replace(run, low=low)
             chain.append(user)
         if (user := _free_user(chain, taken)) and (pool := _pool(user, root)):
@@ -520,19 +524,10 @@ def _summand(node: fx.Node, one: fx.Node) -> fx.Node | None:
     return other if fits and isinstance(other, fx.Node) else None
 
 
-def _activation(node: fx.Node, root: nn.Module) -> float | None:
-    """The slope below zero of a ReLU or leaky ReLU."""
-    layer = _layer(node, root)
-    if type(layer) is nn.LeakyReLU:
-        return float(layer.negative_slope)
-    functions = (F.relu, F.relu_, torch.relu, torch.relu_)
-    plain = node.op == "call_function" and node.target in functions
-    if type(layer) is nn.ReLU or plain or (node.op == "call_method" and node.target in ("relu", "relu_")):
-        return 0.0
-    if node.op == "call_function" and node.target is F.leaky_relu:
-        given = [*node.args[1:2], node.kwargs.get("negative_slope", 0.01)][0]
-        return float(given) if isinstance(given, int | float) and math.isfinite(given) else None
-    return None
+def _slope_below_zero(node: fx.Node, root: nn.Module) -> float | None:
+    """That of a ReLU or leaky ReLU."""
+    found = of_node(node, _layer(node, root))
+    return found.low if found and found.name in ("relu", "leaky_relu") else None
 
 
 def _pool(node: fx.Node, root: nn.Module) -> str:

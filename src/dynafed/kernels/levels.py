@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-SOURCES = ("blocks.h", "convnet.cpp", "mlp.cpp", "network.cpp", "norm.cpp", "vectors.h", "winograd.cpp")
+HEADERS = ("activations.h", "blocks.h", "vectors.h")
+SOURCES = (*HEADERS, "convnet.cpp", "mlp.cpp", "network.cpp", "norm.cpp", "winograd.cpp")
 FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
 """And the level. They are the same wherever a library is made, so that all of one level give the same bits."""
 BASES = {"x86_64": "x86-64", "aarch64": "armv8-a"}

@@ -1,13 +1,15 @@
-// Training a fully connected ReLU network, an epoch in one call: at this size, starting twenty operations a step takes as
-// long as the arithmetic.
+// Training a fully connected network, an epoch in one call: at this size, starting twenty operations a step takes as long
+// as the arithmetic.
 //
-// Weights are (input, output). Every hidden layer's width is a multiple of a vector's lanes.
+// Weights are (input, output). Layers whose outputs don't come in whole vectors are filled up with zeros, which stay zero:
+// every activation leaves them.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "activations.h"
 #include "vectors.h"
 
 typedef std::int64_t Int;
@@ -45,11 +47,14 @@ void strip(const float *a, Int stride, const float *b, Int rows, Int depth, Int 
     for (; r < rows; r++) tile<transposed, 1, vectors>(a + r * next, stride, b, width, depth, bias, out + r * width);
 }
 
-// out (rows x width) = bias + a (rows x depth) b (depth x width); `transposed`, a is (depth x stride).
+inline Int whole_vectors(Int count) { return (count + LANES - 1) / LANES * LANES; }
+
+// out (rows x width) = bias + a (rows x depth) b (depth x width), where a's rows are `stride` apart, or depth if it is 0;
+// `transposed`, a is (depth x stride).
 template <bool transposed>
 void product(const float *a, const float *b, Int rows, Int depth, Int width, const float *bias, float *out,
              Int stride = 0) {
-    if (!transposed) stride = depth;
+    if (!stride) stride = depth;
     Int c = 0;
     for (; c + WIDE * LANES <= width; c += WIDE * LANES)
         strip<transposed, WIDE>(a, stride, b + c, rows, depth, width, bias ? bias + c : nullptr, out + c);
@@ -132,49 +137,88 @@ struct Optimizer {
 // A layer's rows are those of a batch's samples, and behind them others that some losses need: derivatives of the
 // samples' rows in a direction, or samples that only the last layer sees.
 struct Layer {
-    Int number, in, out, padded; // the last layer's outputs, the classes, are filled up to whole vectors
+    Int number, in, out, stride, padded; // rows of the input are `stride` apart, those of the result `padded`
+    Activation activation;
     float *weight, *weight_m, *weight_v, *bias, *bias_m, *bias_v;
-    std::vector<float> filled, filled_bias, result, delta, transposed, grad, bias_grad;
+    std::vector<float> result, delta, slopes, bends, transposed, grad, bias_grad;
+    std::vector<std::vector<float>> filled = {};
 
-    // As the products take them.
-    const float *weights() const { return padded == out ? weight : &filled[0]; }
-    const float *biases() const { return padded == out ? bias : &filled_bias[0]; }
-
-    void fill() {
-        if (padded == out) return;
-        filled.assign(in * padded, 0);
-        filled_bias.assign(padded, 0);
-        for (Int i = 0; i < in; i++) std::copy_n(weight + i * out, out, &filled[i * padded]);
-        std::copy_n(bias, out, &filled_bias[0]);
+    // A tensor whose rows are as wide as the layer's result, in the place of one whose rows are `out` wide.
+    float *fill(const float *from, Int rows) {
+        filled.emplace_back(rows * padded);
+        for (Int i = 0; i < rows; i++) std::copy_n(from + i * out, out, &filled.back()[i * padded]);
+        return &filled.back()[0];
     }
 
-    void forward(const float *x, Int batch, bool last) {
-        fill();
-        product<false>(x, weights(), batch, in, padded, biases(), &result[0]);
-        if (!last)
+    // The layer's own six, weight, bias and their moments; where there are no moments, the same tensor stands in for them.
+    void own(float *const *tensors) {
+        weight = tensors[0], weight_m = tensors[1], weight_v = tensors[2];
+        bias = tensors[3], bias_m = tensors[4], bias_v = tensors[5];
+        if (padded == out) return;
+        for (Int part = 0; part < 2; part++) {
+            float **places[] = {part ? &bias : &weight, part ? &bias_m : &weight_m, part ? &bias_v : &weight_v};
+            float *const *given = tensors + 3 * part;
+            for (Int i = 0; i < 3; i++)
+                *places[i] = i && given[i] == given[0] ? *places[0] : fill(given[i], part ? 1 : in);
+        }
+    }
+
+    // Back to where they came from; the parameters only if they have changed.
+    void give_back(float *const *tensors, bool changed) const {
+        if (padded == out) return;
+        const float *found[] = {weight, weight_m, weight_v, bias, bias_m, bias_v};
+        for (Int t = 0; t < 6; t++)
+            if (t % 3 ? tensors[t] != tensors[t / 3 * 3] : changed)
+                for (Int i = 0; i < (t < 3 ? in : 1); i++)
+                    std::copy_n(found[t] + i * padded, out, tensors[t] + i * out);
+    }
+
+    // With the second derivative, if slopes in a direction follow.
+    void forward(const float *x, Int batch, bool last, bool bent = false) {
+        product<false>(x, weight, batch, in, padded, bias, &result[0], stride);
+        if (last) return;
+        if (activation.shape == RELU) {
             for (Int i = 0; i < batch * padded; i++) result[i] = result[i] > 0 ? result[i] : 0;
+            return;
+        }
+        slopes.resize(batch * padded), bends.resize(bent ? batch * padded : 0);
+        activate(activation, &result[0], &slopes[0], bent ? &bends[0] : nullptr, batch * padded);
     }
 
     // The derivatives of the result's rows in a direction, behind them: `x` has one for each row, or one for all.
     void forward_slopes(const float *x, Int rows, Int batch, bool last) {
         const Int size = batch * padded;
-        float *values = &result[0], *slopes = values + size;
-        product<false>(x, weights(), rows, in, padded, nullptr, slopes);
-        for (Int s = batch - 1; s >= rows; s--) std::copy_n(slopes, padded, slopes + s * padded);
-        if (!last)
-            for (Int i = 0; i < size; i++) slopes[i] = values[i] > 0 ? slopes[i] : 0;
+        float *values = &result[0], *along = values + size;
+        product<false>(x, weight, rows, in, padded, nullptr, along, stride);
+        for (Int s = batch - 1; s >= rows; s--) std::copy_n(along, padded, along + s * padded);
+        if (last) return;
+        if (activation.shape == RELU)
+            for (Int i = 0; i < size; i++) along[i] = values[i] > 0 ? along[i] : 0;
+        else
+            for (Int i = 0; i < size; i++) bends[i] *= along[i], along[i] *= slopes[i];
     }
 
-    // The gradient by the first rows of the input, where that input was positive.
-    void backward(const float *x, Int batch, Int rows, float *dx) {
-        const float *w = weights();
-        transposed.resize(in * padded);
+    // The gradient by the first rows of the input.
+    void backward(Int rows, float *dx) {
+        transposed.resize(stride * padded);
         for (Int start = 0; start < in; start += LANES) // in blocks, for the cache
             for (Int o = 0; o < padded; o++)
-                for (Int i = start; i < start + LANES; i++) transposed[o * in + i] = w[i * padded + o];
-        product<false>(&delta[0], &transposed[0], rows, padded, in, nullptr, dx);
-        for (Int at = 0; at < rows; at += batch, dx += batch * in)
-            for (Int i = 0; i < batch * in; i++) dx[i] = x[i] > 0 ? dx[i] : 0;
+                for (Int i = start; i < std::min(start + LANES, in); i++) transposed[o * stride + i] = weight[i * padded + o];
+        product<false>(&delta[0], &transposed[0], rows, padded, stride, nullptr, dx);
+    }
+
+    // From the gradient by the activation's result, in `delta`, to that by its input.
+    void backward_activation(Int batch, Int rows) {
+        const Int size = batch * padded;
+        float *d = &delta[0];
+        if (activation.shape == RELU) {
+            for (Int at = 0; at < rows; at += batch, d += size)
+                for (Int i = 0; i < size; i++) d[i] = result[i] > 0 ? d[i] : 0;
+            return;
+        }
+        for (Int i = 0; i < size; i++) d[i] *= slopes[i];
+        if (rows > batch)
+            for (Int i = 0; i < size; i++) d[i] += d[size + i] * bends[i], d[size + i] *= slopes[i];
     }
 
     // A few rows' gradients at a time: they are used up while they are in the cache. The bias has those of `biased` rows.
@@ -182,15 +226,13 @@ struct Layer {
         grad.resize(ROWS * padded);
         for (Int r = 0; r < in; r += ROWS) {
             const Int some = std::min(ROWS, in - r);
-            product<true>(x + r, &delta[0], some, rows, padded, nullptr, &grad[0], in);
-            if (padded != out)
-                for (Int i = 1; i < some; i++) std::copy_n(&grad[i * padded], out, &grad[i * out]);
-            optimizer.apply(2 * number, r * out, weight, weight_m, weight_v, &grad[0], some * out);
+            product<true>(x + r, &delta[0], some, rows, padded, nullptr, &grad[0], stride);
+            optimizer.apply(2 * number, r * padded, weight, weight_m, weight_v, &grad[0], some * padded);
         }
-        bias_grad.assign(out, 0);
+        bias_grad.assign(padded, 0);
         for (Int s = 0; s < biased; s++)
             for (Int o = 0; o < out; o++) bias_grad[o] += delta[s * padded + o];
-        optimizer.apply(2 * number + 1, 0, bias, bias_m, bias_v, &bias_grad[0], out);
+        optimizer.apply(2 * number + 1, 0, bias, bias_m, bias_v, &bias_grad[0], padded);
     }
 };
 
@@ -282,10 +324,13 @@ struct Loss {
     const void *const *drawn;     // of each step; mixture: a sample and its label's shares; practice: labels and noise
     Int drawn_rows, noise, hidden; // of practice
 
-    // MOON's term, softplus((cos(z, unwanted) - cos(z, wanted)) / temperature), and its gradient.
-    float contrast(const float *z, float *dz, Int width, const Int *order, Int batch) const {
+    // MOON's term, softplus((cos(z, unwanted) - cos(z, wanted)) / temperature), and its gradient, which the layer below
+    // has let through to its activation's input.
+    float contrast(Layer &below, const Int *order, Int batch) const {
         const float weight = first, temperature = second, tiny = 1e-8;
-        float loss = 0;
+        const Int width = below.padded;
+        const float *z = &below.result[0], *slopes = below.activation.shape == RELU ? nullptr : &below.slopes[0];
+        float loss = 0, *dz = &below.delta[0];
         for (Int s = 0; s < batch; s++, z += width, dz += width) {
             const float *wanted = held[0] + order[s] * width, *unwanted = held[1] + order[s] * width;
             const float length = std::max(std::sqrt(dot(z, z, width)), tiny);
@@ -294,8 +339,12 @@ struct Loss {
             const float gap = dot(z, unwanted, width) * bad - dot(z, wanted, width) * good, t = gap / temperature;
             loss += std::max(t, 0.f) + std::log1p(std::exp(-std::abs(t)));
             const float slope = weight / (batch * temperature * (1 + std::exp(-t))), own = gap / (length * length);
-            for (Int i = 0; i < width; i++)
-                dz[i] += z[i] > 0 ? slope * (unwanted[i] * bad - wanted[i] * good - own * z[i]) : 0;
+            if (!slopes)
+                for (Int i = 0; i < width; i++)
+                    dz[i] += z[i] > 0 ? slope * (unwanted[i] * bad - wanted[i] * good - own * z[i]) : 0;
+            else
+                for (Int i = 0; i < width; i++)
+                    dz[i] += slopes[s * width + i] * slope * (unwanted[i] * bad - wanted[i] * good - own * z[i]);
         }
         return weight * loss / batch;
     }
@@ -371,44 +420,56 @@ struct Loss {
 } // namespace
 
 // What the last layer sees of samples. `tensors` has two a layer: weight and bias.
-extern "C" void mlp_features(const float *x, Int count, Int layers, const Int *sizes, float *const *tensors, float *out) {
+extern "C" void mlp_features(const float *x, Int count, Int layers, const Int *sizes, const Activation *activations,
+                             float *const *tensors, float *out) {
     const Int batch = 32, width = sizes[layers - 1];
     std::vector<Layer> net(layers - 1);
     for (Int l = 0; l < layers - 1; l++) {
-        net[l].in = sizes[l], net[l].out = net[l].padded = sizes[l + 1];
-        net[l].weight = tensors[2 * l], net[l].bias = tensors[2 * l + 1];
-        net[l].result.resize(batch * sizes[l + 1]);
+        Layer &layer = net[l];
+        layer.in = sizes[l], layer.out = sizes[l + 1], layer.padded = whole_vectors(layer.out);
+        layer.stride = l ? net[l - 1].padded : layer.in, layer.activation = activations[l];
+        float *const *given = tensors + 2 * l;
+        float *const six[] = {given[0], given[0], given[0], given[1], given[1], given[1]};
+        layer.own(six);
+        layer.result.resize(batch * layer.padded);
     }
+    const Layer &last = net[layers - 2];
     for (Int at = 0; at < count; at += batch) {
         const Int size = std::min(batch, count - at);
         for (Int l = 0; l < layers - 1; l++)
             net[l].forward(l ? &net[l - 1].result[0] : x + at * sizes[0], size, false);
-        std::copy_n(&net[layers - 2].result[0], size * width, out + at * width);
+        for (Int s = 0; s < size; s++) std::copy_n(&last.result[s * last.padded], width, out + (at + s) * width);
     }
 }
 
-// `tensors` has six a layer: weight, its moments, bias, its moments.
+// `tensors` has six a layer: weight, its moments, bias, its moments. Features and the generator's last layer, in the loss,
+// are as wide as the last hidden layer when it is filled up.
 extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int count, Int batch, Int layers,
-                          const Int *sizes, float *const *tensors, Int kind, Int done, double rate, double beta1,
-                          double beta2, double eps, double decay, double scale, float *const *reference,
-                          float *const *shift, const Loss *loss, float *losses) {
+                          const Int *sizes, const Activation *activations, float *const *tensors, Int kind, Int done,
+                          double rate, double beta1, double beta2, double eps, double decay, double scale,
+                          float *const *reference, float *const *shift, const Loss *loss, float *losses) {
     batch = std::min(batch, count);
     const bool taylor = loss->kind == MIXTURE && loss->second;
     const Int behind = taylor ? batch : loss->kind == PRACTICE ? loss->drawn_rows : 0;
     std::vector<Layer> net(layers);
+    std::vector<float *> corrections[] = {{reference, reference + 2 * layers}, {shift, shift + 2 * layers}};
     for (Int l = 0; l < layers; l++) {
         Layer &layer = net[l];
-        layer.number = l, layer.in = sizes[l], layer.out = sizes[l + 1];
-        layer.padded = (layer.out + LANES - 1) / LANES * LANES;
-        float *const *own = tensors + 6 * l;
-        layer.weight = own[0], layer.weight_m = own[1], layer.weight_v = own[2];
-        layer.bias = own[3], layer.bias_m = own[4], layer.bias_v = own[5];
+        layer.number = l, layer.in = sizes[l], layer.out = sizes[l + 1], layer.padded = whole_vectors(layer.out);
+        layer.stride = l ? net[l - 1].padded : layer.in;
+        if (l < layers - 1) layer.activation = activations[l];
+        layer.own(tensors + 6 * l);
+        for (auto &some : corrections)
+            for (Int t = 0; t < 2; t++)
+                if (float *&given = some[2 * l + t]; given && layer.padded != layer.out)
+                    given = layer.fill(given, t ? 1 : layer.in);
         layer.result.resize((batch + behind) * layer.padded);
         layer.delta.resize((batch + behind) * layer.padded);
     }
-    Optimizer optimizer{Kind(kind), rate, beta1, beta2, eps, decay, done, {scale, reference, shift}};
+    const Affine affine{scale, &corrections[0][0], &corrections[1][0]};
+    Optimizer optimizer{Kind(kind), rate, beta1, beta2, eps, decay, done, affine};
     Layer &last = net[layers - 1];
-    const Int inputs = sizes[0], width = last.in;
+    const Int inputs = sizes[0], width = last.stride;
     std::vector<float> samples((batch + 1) * inputs), hidden, generated, said;
     std::vector<Int> labels(batch + behind);
     const void *const *drawn = loss->drawn;
@@ -429,8 +490,9 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
             std::copy_n(other, inputs, &samples[size * inputs]);
         }
         for (Int l = 0; l < layers; l++) {
-            net[l].forward(input(l), size, l == layers - 1);
-            if (taylor) net[l].forward_slopes(input(l) + size * net[l].in, l ? size : 1, size, l == layers - 1);
+            Layer &layer = net[l];
+            layer.forward(input(l), size, l == layers - 1, taylor);
+            if (taylor) layer.forward_slopes(input(l) + size * layer.stride, l ? size : 1, size, l == layers - 1);
         }
         if (loss->kind == MIXTURE) {
             *losses++ = loss->mixture(last, &labels[0], size, (const float *)drawn[1]);
@@ -441,7 +503,7 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
             std::copy_n(others, loss->drawn_rows, &labels[size]);
             generated.resize(rows * width), said.resize(rows * last.padded);
             loss->generate(&labels[0], rows, (const float *)drawn[1], width, hidden, &generated[0]);
-            product<false>(&generated[0], last.weights(), rows, width, last.padded, last.biases(), &said[0]);
+            product<false>(&generated[0], last.weight, rows, last.in, last.padded, last.bias, &said[0], width);
             std::copy_n(&generated[size * width], loss->drawn_rows * width, input(layers - 1) + size * width);
             *losses++ = loss->practice(last, &labels[0], size, others, &said[0]);
             drawn += 2;
@@ -451,9 +513,12 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
         if (kind == SUM) optimizer.rate = rate * size / count;
         for (Int l = layers - 1; l >= 0; l--) {
             Layer &layer = net[l];
-            if (l) layer.backward(input(l), size, taylor ? 2 * size : size, &net[l - 1].delta[0]);
-            if (l == layers - 1 && loss->kind == CONTRAST)
-                losses[-1] += loss->contrast(input(l), &net[l - 1].delta[0], width, order, size);
+            if (l) {
+                const Int below = taylor ? 2 * size : size;
+                layer.backward(below, &net[l - 1].delta[0]);
+                net[l - 1].backward_activation(size, below);
+            }
+            if (l == layers - 1 && loss->kind == CONTRAST) losses[-1] += loss->contrast(net[l - 1], order, size);
             Int rows = size, biased = size;
             if (taylor && l) rows = 2 * size;
             if (taylor && !l) { // there, all samples have the same direction
@@ -466,6 +531,7 @@ extern "C" void mlp_train(const float *x, const Int *y, const Int *order, Int co
             layer.learn(input(l), rows, biased, optimizer);
         }
     }
+    for (Int l = 0; l < layers; l++) net[l].give_back(tensors + 6 * l, kind != SUM);
 }
 
 // FedGen's generator, (noise + classes, hidden), a batch norm, ReLU and (hidden, width), is trained with Adam against many
@@ -476,22 +542,20 @@ extern "C" void generator_train(const void *const *drawn, Int steps, Int batch, 
                                 const float *trust, double diversity, Int done, double rate, double beta1, double beta2,
                                 double eps, double decay, float *losses) {
     const Int noise = sizes[0], classes = sizes[1], hidden = sizes[2], width = sizes[3], inputs = noise + classes;
-    const Int columns = (heads * classes + LANES - 1) / LANES * LANES;
+    const Int columns = whole_vectors(heads * classes);
     float *const nothing[6] = {};
     Optimizer adam{ADAM, rate, beta1, beta2, eps, decay, done, {0, nothing, nothing}};
     Layer first, last;
     Layer *layers[] = {&first, &last};
     for (Int l = 0; l < 2; l++) {
         Layer &layer = *layers[l];
-        float *const *own = tensors + 12 * l;
-        layer.number = l, layer.in = l ? hidden : inputs, layer.out = layer.padded = l ? width : hidden;
-        layer.weight = own[0], layer.weight_m = own[1], layer.weight_v = own[2];
-        layer.bias = own[3], layer.bias_m = own[4], layer.bias_v = own[5];
+        layer.number = l, layer.in = layer.stride = l ? hidden : inputs, layer.out = layer.padded = l ? width : hidden;
+        layer.own(tensors + 12 * l);
         layer.result.resize(batch * layer.padded), layer.delta.resize(batch * layer.padded);
     }
     NormRelu norm{tensors[6], tensors[9], hidden, {}, {}};
     std::vector<float> input(batch * inputs), h(batch * hidden), dh(batch * hidden), dgamma(hidden), dbeta(hidden);
-    const Int filled = (batch + LANES - 1) / LANES * LANES;
+    const Int filled = whole_vectors(batch);
     std::vector<float> logits(batch * columns), signs(batch * width), turned(noise * filled), unlike(filled);
     for (Int step = 0; step < steps; step++, drawn += 2) {
         const Int *labels = (const Int *)drawn[0];
@@ -552,7 +616,8 @@ extern "C" void generator_train(const void *const *drawn, Int steps, Int batch, 
         for (Int i = 0; i < batch * width; i++) last.delta[i] += factor * signs[i];
         losses[step] = wrong + alike;
         adam.next();
-        last.backward(&h[0], batch, batch, &dh[0]);
+        last.backward(batch, &dh[0]);
+        for (Int i = 0; i < batch * hidden; i++) dh[i] = h[i] > 0 ? dh[i] : 0;
         norm.backward(&dh[0], batch, &first.delta[0], &dgamma[0], &dbeta[0]);
         last.learn(&h[0], batch, batch, adam);
         adam.apply(0, 0, tensors[6], tensors[7], tensors[8], &dgamma[0], hidden);

@@ -1,4 +1,4 @@
-"""Training of fully connected ReLU networks, many steps in one call."""
+"""Training of fully connected networks, many steps in one call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dynafed.kernels.activations import RELU, Activation, CActivation, described
 from dynafed.kernels.build import address, function, lanes
 from dynafed.optim import ADAMS, BETAS, EPS, Optimizer
 
@@ -74,14 +75,15 @@ def practice_loss(generator: Mapping[str, Tensor], weight: float, agreement: flo
     `dynafed.generator.generate` makes what the head sees.
     """
     hidden = len(generator["0.bias"])
-    more = -hidden % lanes(torch.float32)  # the kernel takes whole vectors of units: these stay zero
+    more = _missing(hidden)  # the kernel takes whole vectors of units: these stay zero
     first = [F.pad(generator[name].t(), (0, more)) for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
-    last = F.pad(generator["3.weight"].t(), (0, 0, 0, more))
+    wider = _missing(len(generator["3.bias"]))
+    last = F.pad(generator["3.weight"].t(), (0, wider, 0, more)), F.pad(generator["3.bias"], (0, wider))
     return FusedLoss(
         PRACTICE,
         weight,
         agreement,
-        held=(*first, last, generator["3.bias"]),
+        held=(*first, *last),
         drawn=(Drawn("labels", rows, dtype=torch.int64), Drawn("noise", rows * noise, noise)),
         rows=rows,
         noise=noise,
@@ -105,9 +107,10 @@ class _Loss(ctypes.Structure):
 
 
 class MLPTraining:
-    """Minimizes the loss of a fully connected ReLU network.
+    """Minimizes the loss of a fully connected network.
 
-    `params` are weight, bias, weight, bias, ..., the weights column-major; they are those of the optimizer. To every
+    `params` are weight, bias, weight, bias, ..., the weights column-major; they are those of the optimizer. Between the
+    layers are `activations`, ReLUs if none are given. To every
     gradient is added scale * (parameter - reference) + shift: references and shifts are in the parameters' order, or
     there are none. Without an optimizer, the parameters stay as they are, and `grads` sums up the mean gradient.
     """
@@ -121,22 +124,26 @@ class MLPTraining:
         reference: Sequence[Tensor] = (),
         shift: Sequence[Tensor] = (),
         loss: FusedLoss | None = None,
+        activations: Sequence[Activation] = (),
     ) -> None:
-        sizes = _sizes(params)
+        sizes, between = _sizes(params), _between(params, activations)
         self.loss = loss or FusedLoss()
         if self.loss.kind and len(params) < 4:
             raise ValueError(NO_FEATURES)
-        if self.loss.kind == PRACTICE and (self.loss.noise + sizes[-1], sizes[-2]) != _generator_sizes(self.loss):
+        self.width = sizes[-2] + _missing(sizes[-2])
+        if self.loss.kind == PRACTICE and (self.loss.noise + sizes[-1], self.width) != _generator_sizes(self.loss):
             raise ValueError("the generator doesn't fit the network")
         self.function, self.optimizer = function("mlp_train"), optimizer
-        self.inputs, self.width = sizes[0], sizes[-2]
+        self.inputs = sizes[0]
         self.grads = [torch.zeros_like(parameter) for parameter in params] if optimizer is None else []
         # Kept, for the kernel has but their addresses.
-        self.held = [tensor.to(torch.float32).contiguous() for tensor in self.loss.held]
+        wider = (0, _missing(sizes[-2])) if self.loss.kind == CONTRAST else (0, 0)
+        self.held = [F.pad(tensor, wider).to(torch.float32).contiguous() for tensor in self.loss.held]
         self.corrections = [_like(params, given) for given in (reference if scale else (), shift)]
         self.network = (
             ctypes.c_int64(len(sizes) - 1),
             sizes,
+            between,
             addresses(self._with_moments(params)),
             ctypes.c_int64(KINDS.index(_kind(optimizer))),
         )
@@ -205,22 +212,24 @@ class MLPTraining:
                 yield tensor
 
 
-def mean_gradient(params: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
+def mean_gradient(
+    params: Sequence[Tensor], x: Tensor, y: Tensor, activations: Sequence[Activation] = ()
+) -> list[Tensor]:
     """The gradient of these samples' mean cross-entropy by `params`, which are as above, in their layout."""
-    network = MLPTraining(params, None)
+    network = MLPTraining(params, None, activations=activations)
     network(x, y, np.arange(len(y)), GRADIENT_BATCH)
     return network.grads
 
 
-def features(params: Sequence[Tensor], x: Tensor) -> Tensor:
+def features(params: Sequence[Tensor], x: Tensor, activations: Sequence[Activation] = ()) -> Tensor:
     """What the last layer of the network sees of these samples; the parameters are as above."""
-    sizes = _sizes(params)
+    sizes, between = _sizes(params), _between(params, activations)
     if len(params) < 4:
         raise ValueError(NO_FEATURES)
     _check_samples(x, sizes[0])
     found = torch.empty(len(x), sizes[-2])
     count, layers = ctypes.c_int64(len(x)), ctypes.c_int64(len(sizes) - 1)
-    function("mlp_features")(address(x), count, layers, sizes, addresses(params), address(found))
+    function("mlp_features")(address(x), count, layers, sizes, between, addresses(params), address(found))
     return found
 
 
@@ -241,9 +250,20 @@ def _sizes(params: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
         raise ValueError("the weights must be column-major")
     if any(tensor.dtype != torch.float32 for tensor in params):
         raise ValueError("the parameters must be in single precision")
-    if any(len(weight) % lanes(torch.float32) for weight in weights[:-1]):
-        raise ValueError(f"hidden layers must have multiples of {lanes(torch.float32)} units")
     return (ctypes.c_int64 * (len(weights) + 1))(weights[0].shape[1], *(len(weight) for weight in weights))
+
+
+def _between(params: Sequence[Tensor], activations: Sequence[Activation]) -> ctypes.Array[CActivation]:
+    """The activations after all layers but the last one."""
+    hidden = len(params) // 2 - 1
+    if activations and len(activations) != hidden:
+        raise ValueError(f"{hidden} hidden layers have {hidden} activations, not {len(activations)}")
+    return described(activations or [RELU] * hidden)
+
+
+def _missing(units: int) -> int:
+    """How many units would make whole vectors of them."""
+    return -units % lanes(torch.float32)
 
 
 def _kind(optimizer: Optimizer | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dynafed.kernels.activations import RELU, Activation, of_layer
 from dynafed.kernels.build import CPP, lanes
 from dynafed.models import Classifier
 
@@ -26,13 +27,13 @@ def conv_blocks(layers: nn.Sequential) -> list[Block]:
     return [block for start in range(len(children)) if (block := block_at(children, start)) is not None]
 
 
-def is_covered(network: nn.Module) -> bool:
+def is_covered(network: nn.Module, version: int) -> bool:
     """Whether nothing in it is left for those who look at its graph."""
     blocks = [block for part in sequentials(network).values() for block in conv_blocks(part)]
     known = {id(layer) for block in blocks for layer in block}
     others = (nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
     left = any(isinstance(layer, others) and id(layer) not in known for layer in network.modules())
-    return is_mlp(network) or (bool(blocks) and not left)
+    return bool(mlp_activations(network, version)) or (bool(blocks) and not left)
 
 
 def block_at(layers: list[nn.Module], start: int) -> Block | None:
@@ -66,19 +67,23 @@ def block_at(layers: list[nn.Module], start: int) -> Block | None:
     return (conv, norm, relu, pool) if fits else None
 
 
-def is_mlp(network: nn.Module) -> bool:
-    """Whether it is a chain of linear layers with ReLUs between them, all trained, in single precision on the CPU."""
+ANY_UNITS = 5
+"""The version from which hidden layers may have any number of units and other activations than ReLU."""
+
+
+def mlp_activations(network: nn.Module, version: int) -> tuple[Activation, ...]:
+    """Those of a chain of linear layers, all trained, in single precision on the CPU; empty if it is something else."""
     chain = _chain(network)
     if chain and type(chain[0]) is nn.Flatten and chain[0].start_dim == 1 and chain[0].end_dim == -1:
         chain = chain[1:]
-    linear = [layer for layer in chain[::2] if type(layer) is nn.Linear]
-    if len(linear) < 2 or len(chain) != 2 * len(linear) - 1 or any(type(layer) is not nn.ReLU for layer in chain[1::2]):
-        return False
-    return are_mlp(network, linear)
+    between = [found for layer in chain[1::2] if (found := of_layer(layer))]
+    if len(chain) != 2 * len(between) + 1 or not are_mlp(network, chain[::2], between, version):
+        return ()
+    return tuple(between)
 
 
-def are_mlp(network: nn.Module, layers: Sequence[nn.Module]) -> bool:
-    """Whether these layers, one after the other with ReLUs between them, are all of a network that is trained."""
+def are_mlp(network: nn.Module, layers: Sequence[nn.Module], between: Sequence[Activation], version: int) -> bool:
+    """Whether these layers, one after the other with activations between them, are all of a network that is trained."""
     linear = [layer for layer in layers if type(layer) is nn.Linear]
     parameters = list(network.parameters())
     wanted = [parameter for layer in linear for parameter in (layer.weight, layer.bias)]
@@ -87,8 +92,12 @@ def are_mlp(network: nn.Module, layers: Sequence[nn.Module]) -> bool:
         and list(map(id, wanted)) == list(map(id, parameters))
         and not any(True for _ in network.buffers())
         and all(p.requires_grad and p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
-        and all(layer.out_features % lanes(torch.float32) == 0 for layer in linear[:-1])
+        and (version >= ANY_UNITS or (set(between) == {RELU} and _whole(linear[:-1])))
     )
+
+
+def _whole(hidden: Sequence[nn.Linear]) -> bool:
+    return all(layer.out_features % lanes(torch.float32) == 0 for layer in hidden)
 
 
 def _chain(module: nn.Module) -> list[nn.Module]:

@@ -29,6 +29,7 @@ from dynafed.synthesis import finetune, synthesize
 
 TENSOR = {"distance": "quotient", "inner_rates": "tensor"}
 HEADLINE = TENSOR | {"inner_lr": 0.03, "inner_lr_rate": 0.03, "image_lr": 0.1, "targets": [2]}
+AHEAD = {"segment": 10, "targets": [5], "target_draw": "tail"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "l2": {"distance": "l2", "image_lr": 0.03, "targets": [5]},
     "headline": HEADLINE,
@@ -40,7 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "headline, from 0.1": HEADLINE | {"inner_lr": 0.1},
     "headline, 20 inner steps": HEADLINE | {"inner_steps": 20},
     "headline, 150 samples": HEADLINE | {"samples": 150},
-    "headline, segments of 10, mean of the last 5": HEADLINE | {"segment": 10, "targets": [5], "target_draw": "tail"},
+    "headline, segments of 10, mean of the last 5": HEADLINE | AHEAD,
+    "scaled, segments of 10, mean of the last 5": HEADLINE | AHEAD | {"inner_rates": "scaled", "inner_lr": 0.0},
 }
 BUDGETS = {"20 steps at 1e-4": (20, 1e-4), "50 steps at 1e-4": (50, 1e-4), "50 steps at 3e-4": (50, 3e-4)}
 ROUNDS = range(21, 40, 4)

@@ -2,9 +2,9 @@
 
     python experiments/figures.py docs/reproduce-curves.png
 
-A panel for each dataset, network and alpha of which `experiments/results/reproduce-*.jsonl` has cells at scale cpu with no
-other change than the network's width; a curve for each method, the mean over its seeds, of five rounds each; dashed, the
-mean of FedAvg's last 20 models.
+A panel for each dataset, network and alpha of which `experiments/results/reproduce-*.jsonl` has cells of the paper's
+protocol, with a ConvNet of width 32 or the MLP; a curve for each method, the mean over its seeds and five rounds;
+dashed, the mean of FedAvg's last 20 models.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -68,6 +69,20 @@ def test_no_more_than_a_few_results_wait_for_their_turn() -> None:
     with backend(2) as workers:
         for taken, _ in enumerate(workers._in_order(slow_first, {}, tasks()), start=1):
             assert asked <= taken + 6
+
+
+def collected(federation: Federation, common: Tree, number: int) -> tuple[tuple[int, int], None]:
+    return (gc.get_freeze_count(), len(gc.get_objects())), None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is shared with the parent")
+def test_a_worker_s_collector_leaves_alone_what_it_shares_with_the_parent() -> None:
+    """It would write to every object, and so copy all of their memory."""
+    ours = len(gc.get_objects())
+    with backend(2) as workers:
+        for (frozen, left), _ in workers._in_order(collected, {}, ((number,) for number in range(2))):
+            assert frozen > 0.9 * ours
+            assert left < 0.1 * ours
 
 
 def doubled(federation: Federation, common: Tree, sent: bytes) -> tuple[bytes, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import multiprocessing
 import os
@@ -266,6 +267,8 @@ def _receive_tasks(tasks: Connection, inbox: SimpleQueue[Any]) -> None:
 
 
 def _init_process(federation: Federation) -> None:
+    # The collector would write to every object that we share with the parent, and so copy it.
+    gc.freeze()
     torch.set_num_threads(federation.config.threads)
     # Whoever stops the whole process group means the parent: it decides what is still to be done, then ends us.
     for number in SIGNALS:

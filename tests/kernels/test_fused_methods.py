@@ -285,11 +285,14 @@ def run(out: Path, name: str, **changes: Any) -> dynafed.Result:
     return dynafed.run(config, train=TRAIN, test=TEST, out=out)
 
 
+@pytest.mark.parametrize("width", [16, 20])
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_on_the_kernel_is_torchs_run_with_the_same_bits_however_it_is_executed(name: str, tmp_path: Path) -> None:
-    one = run(tmp_path / "one", name)
+def test_a_run_on_the_kernel_is_torchs_run_with_the_same_bits_however_it_is_executed(
+    name: str, width: int, tmp_path: Path
+) -> None:
+    one = run(tmp_path / "one", name, mlp__width=width)
     assert one.federation.execution.fused_epochs
-    theirs = run(tmp_path / "torch", name, kernels="torch")
+    theirs = run(tmp_path / "torch", name, mlp__width=width, kernels="torch")
     for key, tensor in one.state.model.items():
         torch.testing.assert_close(tensor, theirs.state.model[key], rtol=1e-4, atol=1e-5)
     bits = tree.digest(one.state.model)
@@ -297,9 +300,9 @@ def test_a_run_on_the_kernel_is_torchs_run_with_the_same_bits_however_it_is_exec
     assert [record["train_loss"] for record in one.history] == pytest.approx(
         [record["train_loss"] for record in theirs.history], rel=1e-4
     )
-    run(tmp_path / "part", name, rounds=2)
+    run(tmp_path / "part", name, mlp__width=width, rounds=2)
     resumed = dynafed.resume(tmp_path / "part", changes={"rounds": 3, "workers": 2}, train=TRAIN, test=TEST)
-    watched = run(tmp_path / "watched", name, watch=[0, 1, 2, 3])
+    watched = run(tmp_path / "watched", name, mlp__width=width, watch=[0, 1, 2, 3])
     assert tree.digest(resumed.state.model) == tree.digest(watched.state.model) == bits
 
 

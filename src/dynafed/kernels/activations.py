@@ -57,7 +57,7 @@ class CActivation(ctypes.Structure):
     _fields_ = (("shape", ctypes.c_int64), ("low", ctypes.c_double))
 
 
-def described(activations: Sequence[Activation]) -> ctypes.Array[CActivation]:
+def packed(activations: Sequence[Activation]) -> ctypes.Array[CActivation]:
     """Several as a kernel takes them."""
     numbers = list(FUNCTIONS)
     found = [CActivation(numbers.index(each.name), each.low) for each in activations]

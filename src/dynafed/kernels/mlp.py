@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dynafed.kernels.activations import RELU, Activation, CActivation, described
+from dynafed.kernels.activations import RELU, Activation, CActivation, packed
 from dynafed.kernels.build import address, function, lanes
 from dynafed.optim import ADAMS, BETAS, EPS, Optimizer
 
@@ -258,7 +258,7 @@ def _between(params: Sequence[Tensor], activations: Sequence[Activation]) -> cty
     hidden = len(params) // 2 - 1
     if activations and len(activations) != hidden:
         raise ValueError(f"{hidden} hidden layers have {hidden} activations, not {len(activations)}")
-    return described(activations or [RELU] * hidden)
+    return packed(activations or [RELU] * hidden)
 
 
 def _missing(units: int) -> int:

@@ -15,6 +15,9 @@ Block = tuple[nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.AvgPool2d]
 
 BLOCK = (nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.AvgPool2d)
 
+ANY_CHAIN = 5
+"""The version from which hidden layers may have any number of units, and other activations than ReLU."""
+
 
 def sequentials(network: nn.Module) -> dict[str, nn.Sequential]:
     """The parts of a network that are plain `nn.Sequential`, by name."""
@@ -67,10 +70,6 @@ def block_at(layers: list[nn.Module], start: int) -> Block | None:
     return (conv, norm, relu, pool) if fits else None
 
 
-ANY_UNITS = 5
-"""The version from which hidden layers may have any number of units and other activations than ReLU."""
-
-
 def mlp_activations(network: nn.Module, version: int) -> tuple[Activation, ...]:
     """Those of a chain of linear layers, all trained, in single precision on the CPU; empty if it is something else."""
     chain = _chain(network)
@@ -92,7 +91,7 @@ def are_mlp(network: nn.Module, layers: Sequence[nn.Module], between: Sequence[A
         and list(map(id, wanted)) == list(map(id, parameters))
         and not any(True for _ in network.buffers())
         and all(p.requires_grad and p.dtype == torch.float32 and p.device.type == "cpu" for p in parameters)
-        and (version >= ANY_UNITS or (set(between) == {RELU} and _whole(linear[:-1])))
+        and (version >= ANY_CHAIN or (set(between) == {RELU} and _whole(linear[:-1])))
     )
 
 

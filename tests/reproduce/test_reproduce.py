@@ -15,7 +15,7 @@ from dynafed.reproduce import cost
 from dynafed.reproduce.cells import plan, to_run
 from dynafed.reproduce.output import write_outputs
 from dynafed.reproduce.paper import experiments, get_experiment
-from dynafed.reproduce.records import Record, cell_record, read_records
+from dynafed.reproduce.records import Record, cell_record, read_records, variants
 from dynafed.reproduce.scales import SCALES, cell_command, cell_config, paper_config, scaled
 from dynafed.reproduce.tables import result_table
 
@@ -187,6 +187,46 @@ def test_numbers_are_means_over_seeds_beside_the_papers() -> None:
     assert dynafed.texts(False)[1][0] == "3 of 200 rounds"
     assert dynafed.difference is None
     assert table.marks == {dynafed.mark: "lr = 1 (paper: 2)"}
+
+
+def test_what_was_run_with_another_setting_has_a_row_and_a_baseline_of_its_own() -> None:
+    experiment, column = get_experiment("table1"), "CIFAR-10, alpha 0.01"
+    other, own = {"optimizer": ["sgd", "adam"]}, {"dynafed.iterations": [5, 1000]}
+    records = [
+        fake("table1", column, "fedavg", 1, mean_accuracy=0.7, scaled=other, digest="a"),
+        fake("table1", column, "dynafed", 1, scaled=other | own, digest="b"),
+        fake("table1", column, "dynafed", 0, scaled=own, digest="c"),
+        fake("table1", column, "fedavg", 0, digest="d"),
+        fake("table1", column, "fedavg", 1, digest="e"),
+    ]
+    table = result_table(experiment, records)
+    found = [(row.method, row.seeds, row.mark, row.fedavg_mean) for row in table.rows[column]]
+    sgd = [("fedavg", (1,), "a", pytest.approx(70)), ("dynafed", (1,), "b", pytest.approx(70))]
+    assert found == [*sgd, ("fedavg", (0, 1), "", pytest.approx(50)), ("dynafed", (0,), "c", pytest.approx(50))]
+    text = "dynafed.iterations = 5 (paper: 1000)"
+    assert table.marks == {
+        "a": "optimizer = sgd (paper: adam)",
+        "b": f"optimizer = sgd (paper: adam), {text}",
+        "c": text,
+    }
+    assert variants(records) == {"a": "optimizer = sgd", "b": "optimizer = sgd", "c": "", "d": "", "e": ""}
+
+
+def test_commands_for_parts_of_a_table_leave_each_others_cells_in_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["reproduce", "table4", "--scale", "smoke", "--methods", "fedavg", *TINY, "--only", "MLP 0.01"]
+    arguments += ["-s", "model=mlp", "-s", "mlp.width=8", "--out", str(tmp_path)]
+    for seed in ("0", "1"):
+        assert main([*arguments, "--seeds", seed]) == 0
+    assert main([*arguments, "-s", "optimizer=sgd", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(shown["cells"]) == 1
+    lines = [json.loads(line) for line in (tmp_path / "table4.jsonl").read_text().splitlines()]
+    assert [(line["config"]["optimizer"], line["seed"]) for line in lines] == [("sgd", 0), ("adam", 1), ("adam", 0)]
+    page = (tmp_path / "table4.html").read_text()
+    assert "fedavg, optimizer = sgd" in page
+    assert "3 of 3 cells done" in page
 
 
 def test_rounds_to_a_target_count_only_if_every_seed_reaches_it() -> None:

@@ -16,7 +16,7 @@ from dynafed.report.sections import grid
 from dynafed.report.text import escape
 from dynafed.reproduce.cells import PlannedCell
 from dynafed.reproduce.paper import Experiment
-from dynafed.reproduce.records import Record
+from dynafed.reproduce.records import Record, variants
 
 Draw = Callable[[Page, Experiment, Sequence[Record], Sequence[PlannedCell]], str]
 
@@ -32,10 +32,11 @@ def _curves(page: Page, experiment: Experiment, records: Sequence[Record], _: An
     panels = []
     for column in experiment.columns:
         here = [record for record in records if record["column"] == column.name]
-        series = _by(here, lambda record: record["method"], "curve")
-        series |= _by(
-            [r for r in here if r["method"] == "fedavg"], lambda _: "fedavg, mean of the last 20", "mean_curve"
-        )
+        changed = variants(here)
+        names = {one["digest"]: ", ".join(filter(None, (one["method"], changed[one["digest"]]))) for one in here}
+        fedavg = [record for record in here if record["method"] == "fedavg"]
+        series = _by(here, names, "curve")
+        series |= _by(fedavg, {key: f"{name}, mean of the last 20" for key, name in names.items()}, "mean_curve")
         panels.append(_accuracy_chart(page, series, column.name))
     return grid(*panels)
 
@@ -47,8 +48,9 @@ def _trajectory_length(page: Page, experiment: Experiment, records: Sequence[Rec
         length = record["config"].get("dynafed", {}).get("trajectory")
         return f"{record['method']}, L = {length}" if length else str(record["method"])
 
-    once = {(record["digest"], record["seed"]): record for record in records}.values()
-    return grid(_accuracy_chart(page, _by(once, name, "curve"), experiment.title, wide=True))
+    once = {record["digest"]: record for record in records}
+    names = {digest: name(record) for digest, record in once.items()}
+    return grid(_accuracy_chart(page, _by(once.values(), names, "curve"), experiment.title, wide=True))
 
 
 def _samples(page: Page, experiment: Experiment, records: Sequence[Record], _: Any) -> str:
@@ -136,12 +138,12 @@ def _accuracy_chart(page: Page, series: Mapping[str, Any], title: str, wide: boo
     return page.chart(spec if series else None, title, better="higher", wide=wide)
 
 
-def _by(records: Iterable[Record], name: Callable[[Record], str], key: str) -> dict[str, Any]:
-    """(rounds, mean over seeds) of the curves with the same name."""
+def _by(records: Iterable[Record], names: Mapping[str, str], key: str) -> dict[str, Any]:
+    """(rounds, mean over seeds) of the curves with the same name, which they have by digest."""
     curves: dict[str, list[Any]] = {}
     for record in records:
         if record.get(key):
-            curves.setdefault(name(record), []).append(record[key])
+            curves.setdefault(names[record["digest"]], []).append(record[key])
     joined = {each: mean_curve(found) for each, found in curves.items()}
     return {each: (curve.rounds, curve.mean) for each, curve in joined.items()}
 

@@ -12,7 +12,7 @@ from dynafed.reproduce import paper
 from dynafed.reproduce.cells import PlannedCell
 from dynafed.reproduce.figures import draw, figure_numbers, numbers_html
 from dynafed.reproduce.paper import Experiment
-from dynafed.reproduce.records import Record, cell_record, write_records
+from dynafed.reproduce.records import Record, cell_record, earlier_records, write_records
 from dynafed.reproduce.scales import SCALES, SERVER_SAMPLES, SYNTHESIS
 from dynafed.reproduce.tables import Table, result_table
 
@@ -25,14 +25,19 @@ def write_outputs(
     stored: Mapping[str, Record] | None = None,
     command: str = "",
 ) -> list[Record]:
-    """Write the three files, and return the cells' records; `stored` are results from elsewhere, by digest."""
-    records = [cell_record(experiment.name, scale, one, stored or {}) for one in planned]
+    """Write the three files, and return the cells' records; `stored` are results from elsewhere, by digest.
+
+    The files keep the finished cells that other commands have left there.
+    """
+    planned_records = [cell_record(experiment.name, scale, one, stored or {}) for one in planned]
+    file = out / f"{experiment.name}.jsonl"
+    records = planned_records + earlier_records(file, scale, planned_records)
     table = result_table(experiment, records)
-    write_records(out / f"{experiment.name}.jsonl", records)
+    write_records(file, records)
     write_bytes(out / f"{experiment.name}.md", _markdown(experiment, table, records, scale, command).encode())
     page = _page(experiment, table, records, planned, out, scale, command)
     write_bytes(out / f"{experiment.name}.html", page.encode())
-    return records
+    return planned_records
 
 
 def _markdown(experiment: Experiment, table: Table, records: Sequence[Record], scale: str, command: str) -> str:

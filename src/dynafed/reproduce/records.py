@@ -16,6 +16,7 @@ from dynafed.engine.summary import FINAL_ROUNDS, read_metrics, read_summary
 from dynafed.engine.trust import imported_places, load_run_config
 from dynafed.errors import UserError
 from dynafed.report.load import load_run
+from dynafed.report.text import setting
 from dynafed.reproduce.cells import PlannedCell
 
 Record = dict[str, Any]
@@ -51,6 +52,26 @@ def cell_record(name: str, scale: str, planned: PlannedCell, stored: Mapping[str
         for curve, key in (("curve", "rounds_to_target"), ("mean_curve", "mean_rounds_to_target")):
             record[key] = next((at for at, value in run.get(curve, ()) if value >= column.target), None)
     return record
+
+
+def earlier_records(file: Path, scale: str, records: Iterable[Record]) -> list[Record]:
+    """The finished cells that other commands have left in a file, at the same scale; but for those given."""
+    known = {record["digest"] for record in records}
+    found = read_records([file]).values() if file.is_file() else ()
+    return [record for record in found if record["scale"] == scale and record["digest"] not in known]
+
+
+def variants(records: Iterable[Record]) -> dict[str, str]:
+    """What tells a cell from the same method's other cells, but for the seed: by digest, empty if nothing does."""
+    by_method: dict[str, list[Record]] = {}
+    for record in records:
+        by_method.setdefault(record["method"], []).append(record)
+    found = {}
+    for same in by_method.values():
+        changed = [[f"{key} = {setting(ours)}" for key, (ours, _) in record["scaled"].items()] for record in same]
+        for record, own in zip(same, changed, strict=True):
+            found[record["digest"]] = ", ".join(text for text in own if not all(text in other for other in changed))
+    return found
 
 
 def write_records(file: Path, records: Iterable[Record]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynafed.methods import METHODS
 from dynafed.report.blocks import sortable_table
 from dynafed.report.groups import mean_std
 from dynafed.report.text import NONE, escape, join_limited, setting
@@ -101,27 +102,48 @@ def result_table(experiment: Experiment, records: Sequence[Record]) -> Table:
     marks: dict[str, str] = {}
     rows: dict[str, list[Row]] = {}
     for column in experiment.columns:
-        here = [record for record in records if record["column"] == column.name]
-        baseline = _over_seeds(_of(here, "fedavg"), _value(experiment, column, mean=True))[0]
-        for method in dict.fromkeys(record["method"] for record in here):
-            cells = _of(here, method)
+        groups: dict[tuple[str, str, str], list[Record]] = {}
+        for record in records:
+            if record["column"] == column.name:
+                key = _differences(record, of_all=True), record["method"], _differences(record)
+                groups.setdefault(key, []).append(record)
+        baselines = {
+            changes: _over_seeds(cells, _value(experiment, column, mean=True))[0]
+            for (changes, method, _), cells in groups.items()
+            if method == "fedavg"
+        }
+        for changes, method, text in _in_order(groups, experiment.methods):
+            cells = groups[changes, method, text]
             rows.setdefault(column.name, []).append(
                 Row(
                     method,
                     _state(cells, column),
                     _over_seeds(cells, _value(experiment, column)),
                     experiment.numbers.get((column.name, method)),
-                    baseline,
+                    baselines.get(changes, next(iter(baselines.values()), None)),
                     _over_seeds(cells, _value(experiment, column, mean=True))[0],
-                    tuple(record["seed"] for record in cells if record.get("done")),
-                    _mark(cells[0]["scaled"], marks),
+                    tuple(sorted(record["seed"] for record in cells if record.get("done"))),
+                    _mark(text, marks),
                 )
             )
     return Table(rows, {mark: text for text, mark in marks.items()}, experiment.counts_rounds)
 
 
-def _of(records: Sequence[Record], method: str) -> list[Record]:
-    return [record for record in records if record["method"] == method]
+def _differences(record: Record, of_all: bool = False) -> str:
+    """Where a cell differs from the paper's text; if `of_all`, in more than its method's own settings."""
+    own = (*METHODS.names(), "server_samples") if of_all else ()
+    return ", ".join(
+        f"{key} = {setting(ours)} (paper: {setting(theirs)})"
+        for key, (ours, theirs) in record["scaled"].items()
+        if key.partition(".")[0] not in own
+    )
+
+
+def _in_order(groups: Mapping[tuple[str, str, str], Any], methods: Sequence[str]) -> list[tuple[str, str, str]]:
+    """What was changed as in the first group first; then by method, in the paper's order."""
+    changes = list(dict.fromkeys(key[0] for key in groups))
+    places = {method: place for place, method in enumerate(dict.fromkeys((*methods, *(key[1] for key in groups))))}
+    return sorted(groups, key=lambda key: (changes.index(key[0]), places[key[1]]))
 
 
 def _value(experiment: Experiment, column: Column, mean: bool = False) -> Callable[[Record], float | None]:
@@ -165,11 +187,10 @@ def _state(records: Sequence[Record], column: Column) -> str:
     return "; ".join(open_ones)
 
 
-def _mark(scaled: Mapping[str, Sequence[Any]], marks: dict[str, str]) -> str:
+def _mark(text: str, marks: dict[str, str]) -> str:
     """The letter for a set of differences from the paper's text; the same letter for the same set."""
-    if not scaled:
+    if not text:
         return ""
-    text = ", ".join(f"{key} = {setting(ours)} (paper: {setting(theirs)})" for key, (ours, theirs) in scaled.items())
     letters = string.ascii_lowercase
     return marks.setdefault(text, letters[len(marks)] if len(marks) < len(letters) else f"n{len(marks)}")
 

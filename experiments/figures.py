@@ -33,6 +33,7 @@ def stored() -> Iterator[dict[str, Any]]:
         for record in map(json.loads, file.read_text().splitlines()):
             config = record["config"]
             usual = config["model"] == "mlp" or config["convnet"]["width"] == 32
+            usual = usual and config.get("dynafed", {}).get("distance") != "l2"
             if record["done"] and record["digest"] not in seen and usual and PLAIN.items() <= config.items():
                 seen.add(record["digest"])
                 yield record
@@ -53,7 +54,7 @@ def main(file: str) -> None:
         panels.setdefault((config["dataset"], config["model"], config["alpha"]), []).append(record)
     columns = 3
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, layout="tight")
+    figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, ((dataset, model, alpha), records) in zip(axes.flat, sorted(panels.items()), strict=False):
@@ -72,7 +73,8 @@ def main(file: str) -> None:
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=max(axis.get_ylim()[0], axis.get_ylim()[1] - 45))
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    named = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(file, dpi=100)
 
 

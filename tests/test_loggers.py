@@ -81,6 +81,8 @@ def leveldb_records(file: bytes, block: int = 32768) -> Iterator[bytes]:
             at += block - at % block
             continue
         length, kind = int.from_bytes(file[at + 4 : at + 6], "little"), file[at + 6]
+        if at + 7 + length > len(file):  # it is being written at this moment
+            return
         joined += file[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # the whole, or its end

@@ -137,8 +137,9 @@ class MLPTraining:
         self.inputs = sizes[0]
         self.grads = [torch.zeros_like(parameter) for parameter in params] if optimizer is None else []
         # Kept, for the kernel has but their addresses.
-        wider = (0, _missing(sizes[-2])) if self.loss.kind == CONTRAST else (0, 0)
-        self.held = [F.pad(tensor, wider).to(torch.float32).contiguous() for tensor in self.loss.held]
+        wider = self.width - sizes[-2] if self.loss.kind == CONTRAST else 0
+        held = [F.pad(tensor, (0, wider)) for tensor in self.loss.held] if wider else self.loss.held
+        self.held = [tensor.to(torch.float32).contiguous() for tensor in held]
         self.corrections = [_like(params, given) for given in (reference if scale else (), shift)]
         self.network = (
             ctypes.c_int64(len(sizes) - 1),
